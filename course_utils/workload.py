@@ -1,0 +1,217 @@
+"""The one training job that every lesson speeds up: a small ResNet on JPEG photographs, and what it measured.
+
+    before = train()                                     # the naive recipe
+    after = train(Recipe(batch_size=64, num_workers=2))
+    after.samples_per_s / before.samples_per_s
+
+`train` reads the knobs of a `Recipe`, runs `training_loop` (ordinary PyTorch, made to be read) and returns a
+`Measurement`. The first few steps warm up caches, workers and the allocator: they train, but they are not timed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from course_utils import runtime
+from course_utils.images import Data, class_count, eval_transform, open_data, train_transform
+from course_utils.machine import usable_cpus
+from course_utils.monitor import Monitor
+from course_utils.recipe import Measurement, Positive, Recipe
+from course_utils.resnet import small_resnet
+from course_utils.watch import Watch, no_worker_advice
+
+__all__ = [
+    "Measurement",
+    "Recipe",
+    "accuracy",
+    "eval_transform",
+    "small_resnet",
+    "train",
+    "train_transform",
+    "training_loop",
+]
+
+_WARMUP_STEPS = {"cpu": 2, "cuda": 10}
+_IMAGE_SIZE = {"cpu": 64, "cuda": 128}
+_WIDTH = {"cpu": 32, "cuda": 64}
+# A GPU run lasts long enough for a few dozen utilisation samples; NVML's own window is up to 1 s (nvmlUtilization_t).
+_SECONDS = {"cpu": 4.0, "cuda": 12.0}
+_SAMPLES = {"cpu": 640, "cuda": None}
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+def training_loop(
+    model: nn.Module,
+    batches: Batches,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    recipe: Recipe,
+    device: torch.device,
+    watch: Watch,
+) -> None:
+    """Train on every batch: copy, forward, loss, backward, optimizer step. `watch` counts."""
+    dtype = low_precision(device)
+    for images, labels in batches:
+        images = images.to(device, non_blocking=recipe.non_blocking)
+        labels = labels.to(device, non_blocking=recipe.non_blocking)
+        with torch.autocast(device.type, dtype=dtype, enabled=recipe.precision == "amp"):
+            loss = functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        watch.count(loss, len(labels))
+        if recipe.item_every and watch.all_steps % recipe.item_every == 0:
+            watch.show(loss.item())  # .item() makes the CPU wait for the device
+
+
+def train(
+    recipe: Recipe | None = None,
+    *,
+    data: Data = None,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    monitor: Monitor | Literal[False] | None = None,
+    seconds: float | None = None,
+    progress: bool = True,
+) -> Measurement:
+    """Run the training job with `recipe` (None: the naive `Recipe()`) and return what it measured.
+
+    `data`: None for the course's photographs, or a folder of class folders, or a dataset of (image, class index) with
+    `.classes` or `.targets`, such as your own `ImageFolder`. PIL images get the course's transform, tensors stay as
+    they are. `model`: None for a new `small_resnet`; yours is trained in place. `monitor`: None to start one for the
+    measured steps, a running `Monitor` to read that one (its live view is kept up to date), False for none.
+
+    It stops at `recipe.steps`, at `recipe.samples` or after `seconds` of measured time, whichever comes first. With
+    none of the three the device decides: a CPU takes 640 samples or 4 s, a GPU 12 s. On a CPU the same recipe gives the
+    same losses step by step.
+
+    The random state of Python, NumPy and torch is put back afterwards. An interrupt ends the workers and passes
+    through. ValueError for data, a device or seconds that will not do.
+    """
+    recipe = Recipe() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r:.80} is no Recipe: write train(Recipe(batch_size=64)), for example")
+    if seconds is not None:
+        seconds = Positive("how long to measure").checked("seconds", seconds)
+    device = _usable(device)
+    recipe = recipe if recipe.image_size else recipe.but(image_size=_IMAGE_SIZE[device.type])
+    samples = recipe.samples
+    if recipe.steps is None and samples is None and seconds is None:
+        samples, seconds = _SAMPLES[device.type], _SECONDS[device.type]
+    dataset = open_data(data, "train", train_transform(recipe.image_size or 0), progress)
+    watch = Watch(device, _WARMUP_STEPS[device.type], recipe.steps, samples, seconds, monitor, progress)
+    with _own_random_state(recipe.seed, device), watch:
+        model = small_resnet(class_count(dataset), _WIDTH[device.type]) if model is None else model
+        model.to(device).train()
+        watch.watch_memory(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+        half = recipe.precision == "amp" and low_precision(device) is torch.float16
+        scaler = torch.amp.GradScaler(device.type, enabled=half)  # only float16 needs its loss scaled
+        batches = watch.batches(_loader(dataset, recipe, device))
+        training_loop(model, batches, optimizer, scaler, recipe, device, watch)
+        return watch.measurement(recipe, _notes(recipe, device))
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    data: Data = None,
+    *,
+    image_size: int | None = None,
+    batch_size: int = 64,
+) -> float:
+    """The share (0 to 1) of the held-out images that `model` names rightly; its mode and weights stay as they were.
+
+    `data` as in `train`, whose "val" folder is read if it has one.
+    """
+    device = next(model.parameters()).device
+    dataset = open_data(data, "val", eval_transform(image_size or _IMAGE_SIZE.get(device.type, 64)), True)
+    was_training, right, seen = model.training, 0, 0
+    model.eval()
+    try:
+        for images, labels in DataLoader(dataset, batch_size):
+            right += int((model(images.to(device)).argmax(1).cpu() == labels).sum())
+            seen += len(labels)
+    finally:
+        model.train(was_training)
+    return right / seen
+
+
+def low_precision(device: torch.device) -> torch.dtype:
+    """The dtype that autocast takes on this device: bfloat16, or float16 on a GPU without native bfloat16."""
+    return runtime.amp_dtype(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+def _loader(dataset: Dataset[Any], recipe: Recipe, device: torch.device) -> DataLoader[Any]:
+    with no_worker_advice():
+        return DataLoader(
+            dataset,
+            batch_size=recipe.batch_size,
+            shuffle=True,
+            num_workers=recipe.num_workers,
+            prefetch_factor=recipe.prefetch_factor,
+            persistent_workers=recipe.persistent_workers,
+            pin_memory=recipe.pin_memory and device.type == "cuda",
+            generator=torch.Generator().manual_seed(recipe.seed),
+        )
+
+
+def _notes(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
+    notes, cpus = [], usable_cpus()
+    if recipe.num_workers > cpus:
+        notes.append(
+            f"{recipe.num_workers} workers share {cpus} usable CPU{'s' * (cpus > 1)}: "
+            "more workers than CPUs seldom help, and may slow loading down"
+        )
+    if recipe.pin_memory and device.type != "cuda":
+        notes.append("pin_memory was left off: page-locked memory only speeds up copies to a GPU")
+    if recipe.precision == "amp" and device.type == "cpu":
+        # Measured: 20 times slower than float32 on an AMD EPYC with AVX2 only (torch 2.14.1, November 2026).
+        notes.append(
+            "bfloat16 is fast only on CPUs with AMX or AVX-512 BF16, and many times slower than float32 on others"
+        )
+    return tuple(notes)
+
+
+def _usable(device: torch.device | str | None) -> torch.device:
+    device = runtime.pick_device() if device is None else torch.device(device)
+    if device.type not in _IMAGE_SIZE:
+        raise ValueError(f"device={str(device)!r} cannot be measured here: give 'cpu' or 'cuda', or leave it out")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r}, but PyTorch has no GPU to use here: leave device out to train on the CPU"
+        )
+    return device
+
+
+@contextmanager
+def _own_random_state(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed Python, NumPy and torch for the block, then put back what they were."""
+    on_gpu = device.type == "cuda"
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state(device) if on_gpu else None
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        # Not torch.manual_seed: that would also reseed every GPU.
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, device)
