@@ -77,8 +77,8 @@ def bars(
 ) -> None:
     """Horizontal bars, the first on top, each with its value and unit at its end; None is a hollow mark and "n/a".
 
-    The values also join the figure's alt text, for those who do not see the bars. `errors` are half-widths in the same unit. `log` draws a logarithmic axis. Labels in `emphasis` get a second colour
-    and a hatch.
+    The values also join the figure's alt text, for those who do not see the bars. `errors` are half-widths in the same
+    unit. `log` draws a logarithmic axis. Labels in `emphasis` get a second colour and a hatch.
     """
     _same_length("labels", labels, "values", values)
     spread: Sequence[float | None] = [None] * len(values) if errors is None else errors

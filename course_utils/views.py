@@ -33,7 +33,9 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in monospaced text: headers, a rule, one line a row, columns as wide as their longest cell."""
     lines = [[_clip(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    rendered = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rendered = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
     return "\n".join([rendered[0], "  ".join("-" * width for width in widths), *rendered[1:]])
 
 

@@ -302,7 +302,6 @@ def test_the_failure_of_each_image_is_told(root, calls):
 
 
 @POSIX
-@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("COURSE_IMAGE") == "colab", reason="the same in both images; the local one runs it")
 def test_the_real_pip_offline(root):
     """One real environment, and an index where nobody answers."""

@@ -297,7 +297,7 @@ def test_the_random_state_is_put_back(photos: PhotoSet) -> None:
     assert states() == before
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_it_learns(tmp_path: Path) -> None:
     photos = prepare_photos(tmp_path / "set", train_per_class=16, val_per_class=8, size_px=96, progress=False)
     model = small_resnet(10, width=16)

@@ -72,18 +72,14 @@ def lab_arguments(port: str, passed_on: Sequence[str], root: Path = images.ROOT)
 def test_steps(chosen: Sequence[images.Image], passed_on: Sequence[str]) -> list[Step]:
     """Every test: the policy and the browser once, unit tests and notebooks in each image.
 
-    Unit tests share the cores; notebooks measure, so nothing runs beside them.
+    Unit tests share the cores. Notebooks, and the tests marked so, measure: nothing runs beside them.
     """
     first = chosen[0]
     steps = _policy(first)
     for image in chosen:
-        steps.append(
-            Step(
-                image,
-                "unit tests",
-                ["-m", "pytest", "-n", "2", "-m", "not browser", "--durations=5", "tests", *passed_on],
-            )
-        )
+        pytest = ["-m", "pytest", "--durations=5", "tests", *passed_on]
+        steps.append(Step(image, "unit tests", [*pytest, "-n", "2", "-m", "not browser and not alone"]))
+        steps.append(Step(image, "unit tests that measure", [*pytest, "-m", "alone"]))
         steps.append(Step(image, "notebooks (nbval)", nbval_arguments("notebooks")))
     if first.name == "local":
         steps.append(Step(first, "notebooks (warnings)", ["-m", "tools.course"]))
@@ -187,7 +183,7 @@ def _open_lab(image: images.Image, port: str, passed_on: Sequence[str]) -> int:
     where = "in the browser" if _has_display() else "at the address that it prints below"
     install.say(image, f"JupyterLab opens lesson 01 {where}; Ctrl-C stops it.")
     step = Step(image, "lab", lab_arguments(port, passed_on))
-    with subprocess.Popen(_command(step), cwd=images.ROOT) as server:
+    with subprocess.Popen(_command(step), cwd=images.ROOT, env=_environment(step)) as server:
         while True:
             try:
                 return server.wait()
@@ -203,7 +199,10 @@ def _command(step: Step) -> list[str]:
 def _environment(step: Step) -> dict[str, str]:
     # The tests ask which image they run in: some facts hold in Colab's alone. The other variable keeps a notice of
     # Python's debugger, which nobody uses here, out of the output.
-    return {**os.environ, "COURSE_IMAGE": step.image.name, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    environment = {**os.environ, "COURSE_IMAGE": step.image.name, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    # The images are installed uncompiled: whoever forbids bytecode would compile PyTorch at every start of a kernel.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def _outcome(status: int) -> str:

@@ -31,7 +31,7 @@ REPOSITORY, REF, VERSION, EXTRAS = @REPOSITORY@, @REF@, @VERSION@, @EXTRAS@
 def _setup():
     import json, os, subprocess, sys  # noqa: E401
     from importlib import invalidate_caches, metadata
-    from pathlib import Path, PurePosixPath
+    from pathlib import Path
 
     url, folders = f"https://github.com/{REPOSITORY}", [Path.cwd(), *Path.cwd().parents]
     hosted = "COLAB_RELEASE_TAG" in os.environ or "KAGGLE_KERNEL_RUN_TYPE" in os.environ

@@ -1,0 +1,452 @@
+# ---
+# jupyter:
+#   accelerator: GPU
+#   colab:
+#     gpuType: T4
+#     provenance: []
+#     toc_visible: true
+#   jupytext:
+#     cell_metadata_filter: tags,cellView,jupyter,-all
+#     notebook_metadata_filter: kernelspec,accelerator,colab,kaggle,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kaggle:
+#     accelerator: nvidiaTeslaT4
+#     isGpuEnabled: true
+#     isInternetEnabled: true
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 · Read nvidia-smi
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your__account/gpu-utilisation-course/blob/main/notebooks/02_nvidia_smi.ipynb) [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/your__account/gpu-utilisation-course/blob/main/notebooks/02_nvidia_smi.ipynb)
+#
+# > Is the GPU busy, and what does "busy" mean?
+#
+# After this lesson you can
+#
+# - read every field of `nvidia-smi`, and query the ones you need;
+# - say what *GPU-Util* counts, and show that 100 % can mean almost no work;
+# - watch a training run with a monitor, find the gaps in it, and name what the GPU waited for;
+# - measure the course's training job: samples per second, busy %, data-wait % and peak memory.
+#
+# **Time**: 25 minutes to read and run, 20 minutes for the exercises. **Needs**: lesson 01. Without a GPU the monitor
+# watches the CPU instead, says so, and the `nvidia-smi` text comes from an example.
+
+# %% cellView="form" jupyter={"source_hidden": true} tags=["setup"]
+# @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
+REPOSITORY, REF, VERSION, EXTRAS = "your__account/gpu-utilisation-course", "main", "0.1.0", ""
+
+
+def _setup():
+    import json, os, subprocess, sys  # noqa: E401
+    from importlib import invalidate_caches, metadata
+    from pathlib import Path
+
+    url, folders = f"https://github.com/{REPOSITORY}", [Path.cwd(), *Path.cwd().parents]
+    hosted = "COLAB_RELEASE_TAG" in os.environ or "KAGGLE_KERNEL_RUN_TYPE" in os.environ
+    clone = [str(f) for f in folders if (f / "course_utils/__init__.py").is_file() and (f / "notebooks").is_dir()][:1]
+    package = next(iter(metadata.distributions(name="course-utils")), None)
+    origin = json.loads((package and package.read_text("direct_url.json")) or "{}")
+    ours = (origin.get("url"), origin.get("vcs_info", {}).get("requested_revision")) == (url, REF)
+    install = not clone and not (package and package.version == VERSION and (ours or not hosted))
+    if install and "__" in REPOSITORY:
+        raise RuntimeError(f"{REPOSITORY} is not published yet: use `make lab`, or `python -m tools.publish` first.")
+    if install and not hosted:
+        raise RuntimeError(f"course_utils is not here: run `git clone {url}` and, in its folder, `make lab`.")
+    if install:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-input", "--no-deps", "--force-reinstall"]
+        pip += ["--disable-pip-version-check", f"course-utils @ git+{url}@{REF}"]
+        env = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+        try:
+            subprocess.run(pip, check=True, capture_output=True, text=True, env=env)
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(
+                f"Could not install course_utils from {url} at {REF}. If this runtime is offline, connect it "
+                f"(Kaggle: Settings → Internet on) and run this cell again. pip said:\n{error.stderr[-900:].strip()}"
+            ) from None
+    sys.path[:0] = {*clone} - {*sys.path}
+    if install or getattr(sys.modules.get("course_utils"), "__version__", VERSION) != VERSION:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "course_utils"]:
+            del sys.modules[name]  # an older copy, loaded before this cell ran
+        invalidate_caches()
+    import course_utils
+
+    found = getattr(course_utils, "__version__", "none")
+    if found != VERSION:
+        raise RuntimeError(
+            f"This notebook needs course_utils {VERSION}, but {list(course_utils.__path__)[0]} holds version {found}: "
+            "bring both to one version (in a clone: `git pull`; else open the notebook from its badge again)."
+        )
+    from course_utils.setup import prepare
+
+    print(prepare(EXTRAS, install=hosted))
+
+
+_setup()
+
+# %% [markdown]
+# ## 1. nvidia-smi, line by line
+
+# %%
+import inspect
+import time
+
+import numpy as np
+import psutil
+import torch
+
+from course_utils import monitor, nvidia_smi, plots, runtime, scoreboard, timing, workload
+from course_utils.exercises import lesson02
+from course_utils.visible_devices import visible_nvml_indices
+
+machine = runtime.describe_runtime()
+device = runtime.pick_device()
+print(machine.headline)
+
+# %% [markdown]
+# `nvidia-smi` is a program that comes with NVIDIA's driver. A `!` in front of a line hands it to the system's shell.
+# Without a GPU the program may be missing, and the shell says so: on this runtime that is the answer, not a fault.
+
+# %%
+# !nvidia-smi
+
+# %%
+if not machine.gpus:
+    print("EXAMPLE, not measured here: what nvidia-smi prints on a machine with a T4.\n")
+    print(nvidia_smi.EXAMPLE_SUMMARY)
+
+# %% [markdown]
+# | Field | Meaning |
+# |---|---|
+# | Driver Version | The driver on this machine. It is not part of PyTorch. |
+# | CUDA Version | The *newest* CUDA that this driver can run. It says nothing of what is installed; `torch.version.cuda` does. |
+# | Fan | `N/A` on a T4: it has none, and is cooled by the server's air. A missing value is not 0. |
+# | Perf | The performance state, from P0 (full speed) to P12 (idle, slow clocks). |
+# | Pwr:Usage/Cap | Watts drawn now, and the limit. A T4's limit is 70 W. |
+# | Memory-Usage | Memory that is *taken* from the whole card, by everyone. 1 MiB is 1,048,576 bytes. |
+# | GPU-Util | The share of the last moments in which *something* ran on the GPU. Section 3 takes it apart. |
+# | Processes | Who uses the GPU. On Colab and Kaggle it is empty although your job runs: see below. |
+#
+# **An empty process list does not mean an idle GPU.** You sit in a container there, and the process numbers belong to
+# the machine outside, where you may not look. Read the memory and the utilisation instead, or ask PyTorch what *your*
+# process holds: `torch.cuda.memory_allocated()`.
+
+# %% [markdown]
+# ## 2. Ask for what you need
+#
+# The table is for people. For programs there is `--query-gpu`, which prints comma-separated values:
+#
+# ```
+# nvidia-smi --query-gpu=index,name,utilization.gpu,memory.used,power.draw --format=csv
+# ```
+#
+# `nvidia_smi.query()` runs a query like this one with a time limit, since the program can hang on a sick driver, and
+# turns the text into records. A cell such as `[N/A]` or `[Not Supported]` becomes `None`. When there is no GPU you get
+# no records and the reason.
+
+# %%
+report = nvidia_smi.query()
+report
+
+# %%
+example = nvidia_smi.parse_query_csv(nvidia_smi.EXAMPLE_QUERY_CSV)
+print("EXAMPLE, not measured here:")
+print(nvidia_smi.EXAMPLE_QUERY_CSV)
+example
+
+# %% [markdown]
+# ## 3. What GPU-Util counts
+#
+# NVIDIA defines it in one sentence of
+# [its manual](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the percentage of time, over the
+# past sample period, in which one or more kernels was executing on the GPU. A *kernel* is one program that runs on the
+# GPU, such as a product or a sum. The sample period is between a sixth of a second and a second.
+#
+# Read it again. It says **when** the GPU worked. It does not say **how much of it** did.
+#
+# Two loads, each for three seconds:
+#
+# - **32 columns**: running totals down 32 long columns. Each step of a column needs the one before, so 32 columns are 32
+#   lanes of work at a time. A T4 has 2,560.
+# - **Big product**: the matrix product of lesson 01. Every lane has work.
+#
+# **Predict first**: which busy % will the monitor see for each?
+
+# %%
+my_guess = {"32 columns": 1, "big product": 100}  # busy %, change them before you run on
+
+n = 4096 if device.type == "cuda" else 1024
+columns = torch.ones(100_000, 32, device=device)
+square = torch.randn(n, n, device=device)
+loads = {"32 columns": lambda: columns.cumsum(dim=0), "big product": lambda: square @ square}
+operations = {"32 columns": columns.numel(), "big product": 2 * n**3}
+
+# %%
+def watch(work, seconds=3.0):
+    """Repeat `work` for about `seconds`. Returns runs per second and what the monitor saw."""
+    work()  # warm-up
+    timing.synchronize(device)
+    with monitor.Monitor() as watching:
+        runs, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            work()
+            timing.synchronize(device)
+            runs += 1
+        elapsed_s = time.perf_counter() - start
+    return runs / elapsed_s, watching.summary()
+
+
+# %%
+busy, rate = {}, {}
+for name, work in loads.items():
+    runs_per_s, seen = watch(work)
+    busy[name] = seen.busy_percent.mean
+    rate[name] = runs_per_s * operations[name] / 1e9
+    print(f"{name}: busy {busy[name]:.0f} %, you guessed {my_guess[name]} %")
+print("Watched:", seen.label)
+
+# %%
+alt = "Two charts of both loads: how busy they keep the device, and how much arithmetic they do."
+fig, (left, right) = plots.figure(alt, columns=2, width_in=11)
+plots.bars(left, list(busy), list(busy.values()), "%", title="Busy")
+plots.bars(right, list(rate), list(rate.values()), "G operations/s", title="Work done", log=True)
+plots.show(fig)
+
+# %% [markdown]
+# Both loads look alike in the left chart. The right one shows what was done. *Busy* is necessary and not
+# sufficient: an idle GPU does nothing, and a busy one may do next to nothing.
+#
+# So this course never judges by busy % alone. Beside it stands **throughput**: samples per second. A good change raises
+# throughput. Busy % tells you *where to look*: low means that the GPU waits for something; high at low throughput
+# means that the work comes in small pieces.
+#
+# Power is a hint as well. A GPU whose lanes are mostly empty stays far below its power limit at 100 % *GPU-Util*.
+#
+# ### The other percentage
+#
+# NVML (the library behind `nvidia-smi`) also has a *memory utilisation*. It is **not** how full the memory is. It is
+# the share of time in which the memory was being read or written. How full it is stands in *Memory-Usage*.
+
+# %% [markdown]
+# ## 4. Memory, three ways
+#
+# **Predict first**: you make one tensor of 256 MiB. By how much does each of three counters grow?
+
+# %%
+def memory_now():
+    """Three answers to "how much memory is used?", in MiB."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        counters = [torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free]
+    else:
+        counters = [tensor.nbytes for tensor in [columns, square, *kept]]
+        counters = [sum(counters), psutil.Process().memory_info().rss, psutil.virtual_memory().used]
+    return np.array(counters) / 2**20
+
+
+# %%
+names = ["tensors", "this process", "whole machine"]
+if device.type == "cuda":
+    names = ["allocated", "reserved", "used"]
+kept = []
+before = memory_now()
+kept.append(torch.ones(256 * 2**20, dtype=torch.uint8, device=device))
+after = memory_now()
+for name, old, new in zip(names, before, after):
+    print(f"{name:16} {old:9,.0f} MiB → {new:9,.0f} MiB   ({new - old:+,.0f})")
+kept.clear()
+
+# %% [markdown]
+# On a GPU the three are:
+#
+# 1. **allocated**: bytes in living tensors;
+# 2. **reserved**: what PyTorch has taken from the driver, living tensors and its cache of freed blocks;
+# 3. **used**, as `nvidia-smi` prints it: reserved, plus the CUDA context (a few hundred MiB for kernels and libraries),
+#    plus every other process.
+#
+# So `nvidia-smi` is right to show more than your tensors, and it does not fall back to 0 when you delete them. Lesson 07
+# is about this. On a CPU the three counters here are the tensors, the process and the machine; they differ for the same
+# kind of reason.
+#
+# One more trap: a T4 has 15360 MiB in `nvidia-smi`, and PyTorch reports about 14.6 GiB in total. 15360 MiB are
+# 15.0 GiB, and some of it is kept back for the driver. MiB, GiB and GB are three units: 15360 MiB = 15.0 GiB = 16.1 GB.
+
+# %% [markdown]
+# ## 5. One snapshot, or a series?
+#
+# Make a device that works 0.8 seconds and rests 1.2, again and again. It is busy 40 % of the time.
+#
+# **Predict first**: what will a single glance at `nvidia-smi` say?
+
+# %%
+with monitor.Monitor() as watching:
+    for _ in range(4):
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.8:
+            square @ square
+            timing.synchronize(device)
+        time.sleep(1.2)
+
+glances = [percent for percent in watching.trace.values("busy_percent") if percent is not None]
+picked = np.random.default_rng(1).choice(glances, size=5)
+print("five glances, picked at random:", [f"{value:.0f} %" for value in picked])
+print(f"mean of all {len(glances)} samples: {np.mean(glances):.0f} %")
+
+# %%
+watching.plot()
+
+# %% [markdown]
+# One glance can say anything from 0 to 100. Decide nothing on fewer than ten samples, spread over several steps of what
+# you watch. Looking more often than five times a second adds little, since the driver itself averages over a sixth of
+# a second or more. And a program that launches `nvidia-smi` for each sample spends milliseconds, at times seconds, on
+# every one; `Monitor` asks NVML inside the process instead.
+
+# %% [markdown]
+# ## 6. Watch a real training run
+#
+# Here is the job that the whole course speeds up. It classifies crops of photographs, stored as JPEG files, with a small
+# residual network. Its `Recipe` holds every knob, and the defaults are the *naive* way: what a first script looks like.
+
+# %%
+recipe = workload.Recipe()
+recipe
+
+# %%
+print(inspect.getsource(workload.training_loop))
+
+# %% [markdown]
+# **Predict first**: on your device, which share of the time will this loop keep it busy?
+
+# %%
+my_guess_percent = 90
+
+with monitor.Monitor(live=True) as watching:
+    naive = workload.train(recipe, monitor=watching)
+naive
+
+# %%
+watching.plot()
+
+# %%
+print(f"busy: {naive.busy_percent:.0f} %, you guessed {my_guess_percent} % ({watching.label})")
+print(f"waiting for data: {naive.data_wait_percent:.0f} % of the time")
+print(f"loss: {naive.loss_start:.2f} → {naive.loss_end:.2f}: it does learn")
+
+# %% [markdown]
+# ### Read the gaps
+#
+# The hatched stretches are idle: the device had nothing to do. What did it wait for? **Data-wait %** answers: the
+# share of the time in which the device had finished all its work and the next batch was not there yet. When it is large, one Python process reads and decodes JPEG files while the device waits, and a
+# faster GPU would change nothing.
+#
+# On a CPU runtime the same processor decodes *and* computes, so it looks busy all the time. The waiting is
+# there all the same, and data-wait % shows it.
+#
+# Lesson 03 removes that wait. The rest of the course attacks what then remains.
+
+# %% [markdown]
+# ## 7. The first row of the scoreboard
+#
+# Every lesson adds one row for the same job. Throughput is what counts, the rest explains it.
+
+# %%
+board = scoreboard.Scoreboard()
+board.add(naive.as_row(2, "nvidia_smi, naive recipe"))
+board
+
+# %% [markdown]
+# ## 8. Myths
+#
+# | What is said | What is true | Seen in |
+# |---|---|---|
+# | "100 % utilisation means efficient." | It means that something ran all the time, be it 32 lanes of 2,560. | section 3 |
+# | "Memory utilisation means memory filled." | It is the share of time with reads or writes. | section 3 |
+# | "nvidia-smi shows 0 %, so my job is not on the GPU." | One glance between two batches shows 0 %. | section 5 |
+# | "The process list is empty, so my job is not on the GPU." | In a container it is empty by design. | section 1 |
+# | "`CUDA Version` is the CUDA that PyTorch uses." | It is the newest that the driver can run. | section 1 |
+# | "GPU 0 in nvidia-smi is cuda:0." | Only without `CUDA_VISIBLE_DEVICES`, and in the same order. | the next cell |
+
+# %%
+three = nvidia_smi.parse_query_csv("index\n0\n1\n2").gpus  # an example: three GPUs
+for setting in ("2,0", "1", ""):
+    mapped = visible_nvml_indices({"CUDA_VISIBLE_DEVICES": setting}, three)
+    print(f"CUDA_VISIBLE_DEVICES={setting!r:6} cuda:0, cuda:1, … are GPUs {list(mapped.indices)}")
+
+# %% [markdown]
+# ## 9. Exercises
+#
+# ### Exercise 1: parse a query
+#
+# You get the text that `nvidia-smi --query-gpu=index,utilization.gpu,memory.used --format=csv,noheader,nounits` prints:
+# one line for each GPU, such as `0, 87, 5310`. Return a list with each GPU's utilisation as a float, and `None` where it
+# is missing (`[N/A]`, `[Not Supported]`, …). A sentence such as *No devices were found* means an empty list.
+
+# %% tags=["exercise:parse"]
+def utilisation(text):
+    """Return one float for each GPU in `text`, or None where the value is missing."""
+
+
+lesson02.parse.check(utilisation)
+
+# %%
+lesson02.parse.panel()
+
+# %% [markdown]
+# ### Exercise 2: three traces
+#
+# The cell draws three GPUs, made up for this exercise in the manner of a T4 with a limit of 70 W. One is **starved** (it
+# waits for data), one is **healthy**, and one runs **tiny kernels**. Which is which?
+
+# %%
+fig, axes = plots.figure(lesson02.TRACES_ALT, rows=3, columns=2, width_in=11, height_in=6.5, share_x=True)
+for row, (letter, (seconds, busy_percent, power_w)) in enumerate(lesson02.traces().items()):
+    plots.trace(axes[2 * row], seconds, busy_percent, title=letter, legend=False)
+    axes[2 * row + 1].plot(seconds, power_w)
+    axes[2 * row + 1].set(ylim=(0, 75), ylabel="power (W)")
+plots.show(fig)
+
+# %% tags=["exercise:traces"]
+def verdicts():
+    """Return a dict such as {"A": "healthy", "B": "starved", "C": "tiny kernels"}."""
+
+
+lesson02.traces_told_apart.check(verdicts)
+
+# %%
+lesson02.traces_told_apart.panel()
+
+# %% [markdown]
+# ### Exercise 3: busier, measured
+#
+# Return a recipe that raises the mean busy % of the training job *and* its samples per second above the naive recipe's.
+# The check runs both here and now, and measures again before it says no. It takes up to half a minute.
+
+# %% tags=["exercise:busier"]
+def busier_recipe():
+    """Return a workload.Recipe that keeps this device busier than the naive one, and is faster."""
+
+
+lesson02.busier.check(busier_recipe)
+
+# %%
+lesson02.busier.panel()
+
+# %% [markdown]
+# ## Key points
+#
+# - GPU-Util is *when*, not *how much*: the share of time in which at least one kernel ran.
+# - Judge by throughput; use busy % and data-wait % to find out where the time goes.
+# - Look at a series, never at one glance. `with Monitor() as m:` goes around any code.
+# - Memory used = tensors + PyTorch's cache + context + others. Missing values are `None`, not 0.
+#
+# ## Further reading
+#
+# - [nvidia-smi](https://docs.nvidia.com/deploy/nvidia-smi/index.html): every field, in NVIDIA's words.
+# - [NVML: nvmlUtilization_t](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the two percentages.

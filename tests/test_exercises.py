@@ -1,0 +1,446 @@
+"""Every exercise three ways: the stub is not attempted, each typical mistake gets its message, the solution passes."""
+
+import inspect
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_utils.exercises import lesson01, lesson02
+from course_utils.exercises.engine import Exercise, Feedback, NotYet
+from course_utils.workload import Measurement, Recipe
+
+LESSONS = {1: lesson01, 2: lesson02}
+EXERCISES = {
+    f"{number:02}-{exercise.name}": exercise
+    for number, lesson in LESSONS.items()
+    for exercise in vars(lesson).values()
+    if isinstance(exercise, Exercise)
+}
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+
+
+@pytest.fixture(params=EXERCISES.values(), ids=EXERCISES.keys())
+def exercise(request: pytest.FixtureRequest) -> Exercise:
+    return request.param
+
+
+def exercise_cells() -> dict[str, str]:
+    """The source of each notebook cell that is tagged exercise:NAME, keyed like EXERCISES."""
+    found = {}
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for tag in cell["metadata"].get("tags", []):
+                if tag.startswith("exercise:"):
+                    found[f"{path.name[:2]}-{tag.removeprefix('exercise:')}"] = "".join(cell["source"])
+    return found
+
+
+# --- all exercises ----------------------------------------------------------------------------------------------
+
+
+def test_each_lesson_has_two_or_three_exercises() -> None:
+    for number in LESSONS:
+        assert 2 <= sum(key.startswith(f"{number:02}-") for key in EXERCISES) <= 3
+
+
+def test_the_notebooks_hold_exactly_these_exercises() -> None:
+    assert set(exercise_cells()) == set(EXERCISES)
+
+
+def test_the_stub_in_the_notebook_is_not_attempted(exercise: Exercise, request: pytest.FixtureRequest) -> None:
+    key = request.node.callspec.id
+    namespace: dict[str, object] = {}
+    stub, check = exercise_cells()[key].rstrip().rsplit("\n", 1)
+    exec(stub, namespace)
+    name = exercise.reference.__name__
+    variable = next(name for name, value in vars(LESSONS[int(key[:2])]).items() if value is exercise)
+    assert check == f"lesson{key[:2]}.{variable}.check({name})"
+    assert exercise.check(namespace[name]).status == "not attempted"
+    assert (
+        inspect.signature(namespace[name]).parameters.keys() == inspect.signature(exercise.reference).parameters.keys()
+    )
+    assert inspect.getdoc(namespace[name]) == inspect.getdoc(exercise.reference)
+
+
+@pytest.mark.alone
+def test_the_solution_passes(exercise: Exercise) -> None:
+    namespace = dict(vars(inspect.getmodule(exercise.reference)))
+    exec(exercise.solution_source(), namespace)  # the source that a learner is shown, not the function behind it
+    feedback = exercise.check(namespace[exercise.reference.__name__])
+    assert feedback.status == "passed", feedback
+
+
+def test_ellipsis_is_not_attempted(exercise: Exercise) -> None:
+    assert exercise.check(...).status == "not attempted"
+
+
+def test_calling_the_function_instead_of_passing_it_is_explained(exercise: Exercise) -> None:
+    feedback = exercise.check("an answer")
+    assert feedback.status == "not yet"
+    assert f"check({exercise.reference.__name__})" in feedback.message
+
+
+def test_hints_go_from_the_first_to_the_last(exercise: Exercise, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, len(exercise.hints) + 1):
+        exercise.hint(number)
+        assert capsys.readouterr().out.startswith(f"Hint {number} of {len(exercise.hints)}: ")
+    with pytest.raises(ValueError, match=f"hints 1 to {len(exercise.hints)}"):
+        exercise.hint(len(exercise.hints) + 1)
+
+
+def test_the_solution_is_printed_as_code(exercise: Exercise, capsys: pytest.CaptureFixture[str]) -> None:
+    exercise.solution()
+    assert capsys.readouterr().out.startswith(f"def {exercise.reference.__name__}(")
+
+
+# --- the engine -------------------------------------------------------------------------------------------------
+
+
+def double(number):
+    """Return twice the number."""
+    return 2 * number
+
+
+def check_double(answer):
+    if answer(2) != 4:
+        raise NotYet("Twice 2 is 4.")
+    return "Right."
+
+
+DOUBLE = Exercise("double", ("Add it to itself.",), double, check_double)
+
+
+def test_a_wrong_answer_gets_the_checks_sentence() -> None:
+    assert DOUBLE.check(lambda number: 5) == Feedback("double", "not yet", "Twice 2 is 4.")
+
+
+def test_a_body_of_pass_is_a_stub_and_a_body_that_returns_nothing_is_told() -> None:
+    def stub(number):
+        pass
+
+    def forgot(number):
+        print(2 * number)
+
+    assert DOUBLE.check(stub).status == "not attempted"
+    assert "returned nothing" in DOUBLE.check(forgot).message
+    assert DOUBLE.check(lambda number: ...).status == "not attempted"
+
+
+def test_changed_arguments_are_told() -> None:
+    feedback = DOUBLE.check(lambda: 4)
+    assert feedback.status == "not yet"
+    assert "must keep the arguments" in feedback.message
+
+
+def test_the_learners_own_error_is_explained_with_its_line() -> None:
+    def wrong(number):
+        return number * undefined_name  # noqa: F821
+
+    feedback = DOUBLE.check(wrong)
+    assert feedback.status == "error"
+    assert "NameError" in feedback.message
+    assert "return number * undefined_name" in feedback.message
+    assert "has the cell that makes it been run" in feedback.message
+
+
+def test_a_fault_of_the_check_itself_is_raised_and_not_blamed_on_the_learner() -> None:
+    broken = Exercise("double", (), double, lambda answer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.check(double)
+
+
+def test_an_interrupt_passes_through() -> None:
+    def interrupted(number):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        DOUBLE.check(interrupted)
+
+
+def test_feedback_is_escaped_bounded_and_carries_its_outcome_as_metadata() -> None:
+    def hostile(number):
+        raise ValueError("<script>alert(1)</script>" * 1000)
+
+    feedback = DOUBLE.check(hostile)
+    data, metadata = feedback._repr_mimebundle_()
+    assert "<script>" not in data["text/html"]
+    assert "&lt;script&gt;" in data["text/html"]
+    assert len(feedback.message) <= 1500
+    assert metadata == {"course_exercise": {"name": "double", "status": "error"}}
+    assert repr(feedback).startswith("! double: error. Your code raised ValueError")
+
+
+def test_the_panel_shows_hints_and_the_solution_when_clicked(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    DOUBLE.panel()
+    buttons, output = shown[0].children
+    assert [button.description for button in buttons.children] == ["Hint 1", "Solution"]
+    buttons.children[0].click()
+    assert output.value == "<p>Hint 1 of 1: Add it to itself.</p>"
+    buttons.children[1].click()
+    assert output.value.startswith("<pre>def double(number):")
+    assert ".hint(1)" in capsys.readouterr().out
+
+
+# --- lesson 01 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "message"),
+    [
+        (lambda model, images: model(images), "error", "different devices"),
+        (lambda model, images: model.cpu()(images), "error", ""),
+        (lambda model, images: model(images.to("meta")), "error", "different devices"),
+        (lambda model, images: torch.ones(3, 2), "not yet", "leave it where it was computed"),
+        (lambda model, images: model(images.to(model.weight.device)).sum(), "not yet", "shape (3, 2)"),
+        (lambda model, images: model.to("meta")(images.to("meta")), "not yet", "moved it"),
+    ],
+    ids=["as it came", "moves the model", "one device named", "made up", "reduced", "moves both"],
+)
+def test_device_mistakes(wrong, status, message) -> None:
+    feedback = lesson01.device.check(wrong)
+    assert feedback.status == status
+    assert message in feedback.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, .cuda() fails at the meta device instead")
+def test_device_named_cuda_without_a_gpu_is_explained() -> None:
+    feedback = lesson01.device.check(lambda model, images: model.cuda()(images.cuda()))
+    assert feedback.status == "error"
+    assert "asks for a GPU that is not here" in feedback.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda capability: torch.bfloat16, "emulates it"),
+        (lambda capability: torch.float16, "native bfloat16"),
+        (lambda capability: torch.float32, "float32 leaves them idle"),
+        (lambda capability: "float16", "Return a dtype"),
+        (lambda capability: torch.bfloat16 if capability[1] >= 5 else torch.float16, "emulates it"),
+        (lambda capability: torch.bfloat16 if capability > (8, 0) else torch.float16, "native bfloat16"),
+    ],
+    ids=["is_bf16_supported", "always half", "float32", "a string", "minor only", "off by one"],
+)
+def test_dtype_mistakes(wrong, message) -> None:
+    feedback = lesson01.dtype.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def unsynchronised(work, synchronize, repeats=10):
+    work()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def cold(work, synchronize, repeats=10):
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def queue_not_empty(work, synchronize, repeats=10):
+    work()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def undivided(work, synchronize, repeats=10):
+    return lesson01.seconds_per_call(work, synchronize, repeats) * repeats
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (unsynchronised, "before you stop the clock"),
+        (cold, "before you start the clock"),
+        (queue_not_empty, "before you start the clock"),
+        (undivided, "Divide by `repeats`"),
+        (lambda work, synchronize, repeats=10: 0.004, "never called"),
+        (lambda work, synchronize, repeats=10: 4, "number with decimals"),
+        (lambda work, synchronize, repeats=10: lesson01.seconds_per_call(work, synchronize) / 2, "just that number"),
+    ],
+    ids=["unsynchronised", "cold", "queue not empty", "undivided", "hard-coded", "an integer", "divided twice"],
+)
+def test_timing_mistakes(wrong, message) -> None:
+    feedback = lesson01.timing.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+@pytest.mark.alone
+def test_a_measurement_spoilt_once_is_taken_again() -> None:
+    spoilt = iter([1.0, 1.0, 0.0])
+
+    def unlucky(work, synchronize, repeats=10):
+        return lesson01.seconds_per_call(work, synchronize, repeats) + next(spoilt)
+
+    assert lesson01.timing.check(unlucky).status == "passed"
+
+
+# --- lesson 02 --------------------------------------------------------------------------------------------------
+
+
+def naive_parse(text):
+    return [float(line.split(",")[1]) for line in text.splitlines()]
+
+
+def zero_for_missing(text):
+    rows = [line.split(",") for line in text.splitlines()]
+    return [0.0 if "[" in row[1] else float(row[1]) for row in rows if len(row) == 3]
+
+
+def one_placeholder_only(text):
+    rows = [line.split(", ") for line in text.splitlines()]
+    return [None if row[1] == "[N/A]" else float(row[1]) for row in rows if len(row) == 3]
+
+
+def integers(text):
+    return [None if value is None else int(value) for value in lesson02.utilisation(text)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "message"),
+    [
+        (naive_parse, "error", "could not convert string to float"),
+        (zero_for_missing, "not yet", "unknown is not 0"),
+        (one_placeholder_only, "error", "[Not Supported]"),
+        (integers, "not yet", "should give [87.0]"),
+        (lambda text: "87", "not yet", "Return a list"),
+    ],
+)
+def test_parse_mistakes(wrong, status, message) -> None:
+    feedback = lesson02.parse.check(wrong)
+    assert feedback.status == status
+    assert message in feedback.message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"A": "healthy", "B": "starved", "C": "tiny kernels"}, "Look at the power"),
+        ({"A": "starved", "B": "healthy", "C": "tiny kernels"}, "near 0 %"),
+        ({"A": "busy", "B": "starved", "C": "healthy"}, "'busy' is none of the three"),
+        ({"A": "healthy"}, 'keys "A", "B" and "C"'),
+        ("starved", 'keys "A", "B" and "C"'),
+    ],
+)
+def test_trace_mistakes(given, message) -> None:
+    feedback = lesson02.traces_told_apart.check(lambda: given)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def measured(samples_per_s, busy_percent, data_wait_percent=40.0):
+    """A measurement with just these figures."""
+    return Measurement(
+        recipe=Recipe(),
+        device="CPU",
+        samples=round(samples_per_s * 10),
+        steps=10,
+        warmup_steps=2,
+        seconds=10.0,
+        data_wait_s=data_wait_percent / 10,
+        busy_percent=busy_percent,
+        busy_source="CPU, not a GPU",
+        peak_memory_bytes=None,
+        memory_source="",
+        loss_start=2.0,
+        loss_end=1.0,
+        ended_by="time",
+        torch_version="2",
+    )
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Replace the training by a list of measurements, taken in turn; what was trained is noted."""
+    planned, trained = [], []
+
+    def fake_train(recipe, **_):
+        trained.append(recipe)
+        return planned.pop(0)
+
+    monkeypatch.setattr(lesson02, "train", fake_train)
+    return planned, trained
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Recipe(), "This is the naive recipe"),
+        ({"batch_size": 64}, "Return a recipe"),
+        (Recipe(image_size=48), "image_size would change the job"),
+        (Recipe(batch_size=64, steps=3, samples=48), "steps and samples would change the job"),
+    ],
+)
+def test_recipes_that_are_no_answer_are_told_without_training(runs, given, message) -> None:
+    feedback = lesson02.busier.check(lambda: given)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+    assert runs[1] == []
+
+
+@pytest.mark.parametrize(
+    ("yours", "message"),
+    [
+        (measured(90, 99), "Busier, but not faster"),
+        (measured(130, 80, 25), "still waits for data 25 % of the time"),
+        (measured(100, 80), "Neither rose"),
+    ],
+)
+def test_no_gain_is_measured_twice_and_told(runs, yours, message) -> None:
+    planned, trained = runs
+    planned += [measured(100, 80), yours] * 2
+    mine = Recipe(num_workers=1)
+    feedback = lesson02.busier.check(lambda: mine)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+    assert "Naive: 100 samples/s, busy 80 %." in feedback.message
+    assert trained == [Recipe(), mine, Recipe(), mine]
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        [measured(100, 80), measured(120, 90)],
+        [measured(100, 80), measured(90, 80), measured(100, 80), measured(120, 90)],  # spoilt once
+        [measured(100, 99), measured(120, 99)],  # it cannot get busier
+        [measured(100, None), measured(120, None)],  # it cannot be asked
+    ],
+)
+def test_a_gain_passes(runs, planned) -> None:
+    runs[0].extend(planned)
+    feedback = lesson02.busier.check(lambda: Recipe(num_workers=1))
+    assert feedback.status == "passed"
+    assert runs[0] == []
+
+
+def test_the_made_up_traces_are_what_their_alt_text_says() -> None:
+    limits = {}
+    for letter, (seconds, busy, power) in lesson02.traces().items():
+        assert len(seconds) == len(busy) == len(power)
+        limits[letter] = [min(busy), max(busy), min(power), max(power)]
+        pattern = rf"{letter}: busy \D*(\d+) (?:to|and) (\d+) %, power \D*(\d+) (?:to|and) (\d+) W"
+        words = re.search(pattern, lesson02.TRACES_ALT)
+        low, high, least, most = map(float, words.groups())
+        assert low <= limits[letter][0] and limits[letter][1] <= high
+        assert least <= limits[letter][2] and limits[letter][3] <= most
