@@ -432,6 +432,7 @@ else:
 # %% tags=["exercise:device"]
 def predict(model, images):
     """Return the model's output for `images`, on the device where the model's weights live."""
+    ...
 
 
 lesson01.device.check(predict)
@@ -448,6 +449,7 @@ lesson01.device.panel()
 # %% tags=["exercise:dtype"]
 def best_dtype(capability):
     """Return the 16-bit dtype to train in on a GPU of this compute capability, from (7, 0) on."""
+    ...
 
 
 lesson01.dtype.check(best_dtype)
@@ -465,6 +467,7 @@ lesson01.dtype.panel()
 # %% tags=["exercise:timing"]
 def seconds_per_call(work, synchronize, repeats=10):
     """Return the seconds that one `work()` takes on its device, once it is warm."""
+    ...
 
 
 lesson01.timing.check(seconds_per_call)

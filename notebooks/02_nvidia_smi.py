@@ -391,6 +391,7 @@ for setting in ("2,0", "1", ""):
 # %% tags=["exercise:parse"]
 def utilisation(text):
     """Return one float for each GPU in `text`, or None where the value is missing."""
+    ...
 
 
 lesson02.parse.check(utilisation)
@@ -415,6 +416,7 @@ plots.show(fig)
 # %% tags=["exercise:traces"]
 def verdicts():
     """Return a dict such as {"A": "healthy", "B": "starved", "C": "tiny kernels"}."""
+    ...
 
 
 lesson02.traces_told_apart.check(verdicts)
@@ -431,6 +433,7 @@ lesson02.traces_told_apart.panel()
 # %% tags=["exercise:busier"]
 def busier_recipe():
     """Return a workload.Recipe that keeps this device busier than the naive one, and is faster."""
+    ...
 
 
 lesson02.busier.check(busier_recipe)

@@ -56,6 +56,7 @@ def test_the_stub_in_the_notebook_is_not_attempted(exercise: Exercise, request: 
     namespace: dict[str, object] = {}
     stub, check = exercise_cells()[key].rstrip().rsplit("\n", 1)
     exec(stub, namespace)
+    assert "\n    ...\n" in stub  # what the text tells the learner to replace
     name = exercise.reference.__name__
     variable = next(name for name, value in vars(LESSONS[int(key[:2])]).items() if value is exercise)
     assert check == f"lesson{key[:2]}.{variable}.check({name})"

@@ -9,7 +9,7 @@ import re
 import jupytext
 import nbformat
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_course import FIRST, SECOND, load, make_course, save, snapshot
 
@@ -628,6 +628,7 @@ CELL = st.fixed_dictionaries(
 
 
 @settings(max_examples=25, deadline=None)
+@example(cells=[{"cell_type": "markdown", "source": ""}], metadata={})
 @given(cells=st.lists(CELL, max_size=5), metadata=st.dictionaries(st.text(max_size=8), st.text(max_size=8)))
 def test_any_notebook_is_checked_without_an_exception_and_fixing_keeps_its_text(tmp_path_factory, cells, metadata):
     course = make_course(tmp_path_factory.mktemp("any") / "course")

@@ -138,9 +138,9 @@ def mended(cells: Sequence[NotebookNode], generated: Generated) -> list[Notebook
 
 
 def _without_top(cells: Sequence[NotebookNode]) -> list[NotebookNode]:
-    """The cells without what stands before the first that says anything, such as the badge that Colab puts on top."""
+    """The cells without those that say nothing above the first Markdown, such as the badge that Colab puts on top."""
     rest = list(cells)
-    while len(rest) > 1 and rest[0].cell_type == "markdown" and not percent.holds_text(rest[0].source):
+    while [cell.cell_type for cell in rest[:2]] == ["markdown"] * 2 and not percent.holds_text(rest[0].source):
         del rest[0]
     return rest
 
