@@ -171,7 +171,7 @@ example
 #
 # Read it again. It says **when** the GPU worked. It does not say **how much of it** did.
 #
-# Two loads, each for three seconds:
+# Two loads, each for two seconds:
 #
 # - **32 columns**: running totals down 32 long columns. Each step of a column needs the one before, so 32 columns are 32
 #   lanes of work at a time. A T4 has 2,560.
@@ -189,7 +189,7 @@ loads = {"32 columns": lambda: columns.cumsum(dim=0), "big product": lambda: squ
 operations = {"32 columns": columns.numel(), "big product": 2 * n**3}
 
 # %%
-def watch(work, seconds=3.0):
+def watch(work, seconds=2.0):
     """Repeat `work` for about `seconds`. Returns runs per second and what the monitor saw."""
     work()  # warm-up
     timing.synchronize(device)
@@ -287,7 +287,7 @@ kept.clear()
 
 # %%
 with monitor.Monitor() as watching:
-    for _ in range(4):
+    for _ in range(3):
         start = time.perf_counter()
         while time.perf_counter() - start < 0.8:
             square @ square

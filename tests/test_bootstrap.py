@@ -401,7 +401,6 @@ def test_make_test_runs_everything_in_both_images_and_goes_on_after_a_failure(ro
         "[colab] unit tests",
         "[colab] unit tests that measure",
         "[colab] notebooks (nbval)",
-        "[local] notebooks (warnings)",
         "[local] browser",
     ]
     (root / "calls.txt.fails").unlink()

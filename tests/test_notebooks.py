@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tools import bootstrap
@@ -43,28 +42,33 @@ def test_there_are_lessons_and_each_is_a_pair():
     assert notebooks == sources
 
 
-def test_nbval_uses_this_python_and_compares_only_tagged_outputs(tmp_path):
-    stored = [new_output("stream", name="stdout", text="another\n")]
-    write(
-        tmp_path / "01_good.ipynb",
+def test_nbval_fails_on_what_is_wrong_and_on_nothing_else(tmp_path):
+    """One notebook with all cases, because each run of pytest costs seconds; nbval goes on after a failed cell."""
+    other = [new_output("stream", name="stdout", text="another\n")]
+    warn = "import warnings; warnings.warn('old')"
+
+    def tagged(source, tag, **more):
+        return new_code_cell(source, metadata={"tags": [tag]}, **more)
+
+    right = [
         new_code_cell(f"import sys; assert sys.executable == {sys.executable!r}"),
-        new_code_cell("print('one')", outputs=stored, execution_count=2),
-        new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]}),
-    )
-    done = nbval(tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "3 passed" in done.stdout
-
-
-@pytest.mark.parametrize("tags", [[], ["nbval-check-output"]])
-def test_nbval_fails_on_a_wrong_cell(tmp_path, tags):
-    stored = [new_output("stream", name="stdout", text="another\n")]
-    source = "print('one')" if tags else "nothing"
-    wrong = new_code_cell(source, metadata={"tags": tags}, outputs=stored, execution_count=1)
-    write(tmp_path / "01_wrong.ipynb", wrong)
+        new_code_cell("print('one')", outputs=other, execution_count=2),  # stored, but not compared
+        tagged("1 / 0", "raises-exception"),
+        tagged(warn, "explains-warning"),
+        new_code_cell("from tqdm import tqdm\nfor _ in tqdm(range(3)): pass"),
+    ]
+    wrong = [
+        new_code_cell("no_such_name"),
+        tagged("print('one')", "nbval-check-output", outputs=other, execution_count=7),
+        new_code_cell(warn),
+    ]
+    write(tmp_path / "01_all.ipynb", *right, *wrong)
     done = nbval(tmp_path)
     assert done.returncode == 1, done.stdout
-    assert "1 failed" in done.stdout
+    assert f"{len(wrong)} failed, {len(right)} passed" in done.stdout, done.stdout
+    for number in range(len(right), len(right) + len(wrong)):
+        assert f"Cell {number}" in done.stdout
+    assert "The cell wrote to stderr" in done.stdout and "UserWarning: old" in done.stdout
 
 
 def test_nbval_fails_where_there_is_no_notebook(tmp_path):

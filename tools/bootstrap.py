@@ -77,20 +77,26 @@ def test_steps(chosen: Sequence[images.Image], passed_on: Sequence[str]) -> list
     first = chosen[0]
     steps = _policy(first)
     for image in chosen:
-        pytest = ["-m", "pytest", "--durations=5", "tests", *passed_on]
-        steps.append(Step(image, "unit tests", [*pytest, "-n", "2", "-m", "not browser and not alone"]))
-        steps.append(Step(image, "unit tests that measure", [*pytest, "-m", "alone"]))
+        pytest = ["-m", "pytest", "--durations=5", *passed_on]
+        steps.append(Step(image, "unit tests", [*pytest, "-n", "2", "-m", "not browser and not alone", "tests"]))
+        steps.append(Step(image, "unit tests that measure", [*pytest, "-m", "alone", *_measuring_files()]))
         steps.append(Step(image, "notebooks (nbval)", nbval_arguments("notebooks")))
     if first.name == "local":
-        steps.append(Step(first, "notebooks (warnings)", ["-m", "tools.course"]))
-        steps.append(Step(first, "browser", ["-m", "pytest", "-m", "browser", "tests"]))
+        steps.append(Step(first, "browser", ["-m", "pytest", "-m", "browser", "tests/browser"]))
     return steps
 
 
 def nbval_arguments(target: str) -> list[str]:
     """nbval on every notebook of a folder, with this image's kernel; pytest fails when there is no notebook at all."""
     cell_timeout = f"--nbval-cell-timeout={CELL_TIMEOUT_S}"
-    return ["-m", "pytest", "--nbval-lax", "--nbval-current-env", cell_timeout, "-p", "no:cacheprovider", target]
+    nbval = ["--nbval-lax", "--nbval-current-env", cell_timeout, "-p", "tools.nbval_stderr"]
+    return ["-m", "pytest", *nbval, "-p", "no:cacheprovider", target]
+
+
+def _measuring_files() -> list[str]:
+    # Only these, since collecting all the others takes ten seconds.
+    files = sorted((images.ROOT / "tests").glob("test_*.py"))
+    return [f"tests/{file.name}" for file in files if "@pytest.mark.alone" in file.read_text(encoding="utf-8")]
 
 
 def check_steps(image: images.Image) -> list[Step]:
