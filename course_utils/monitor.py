@@ -23,7 +23,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -55,6 +55,8 @@ Item = TypeVar("Item")
 class Monitor:
     """Samples a device while a `with` block runs; afterwards, and meanwhile, `summary`, `plot`, `save` and `trace`.
 
+    `device` is where the work runs, as torch names it: "cpu" watches the CPU even where a GPU is listed that torch
+    cannot use, "cuda:1" makes that GPU the one to summarise. None: the first GPU, else the CPU.
     `interval_s` is 0.01 to 60 s. `backend` replaces the automatic choice, and then stays open. `timeout_s` is how long
     a sample may take: a backend that hangs is given up and counted. At most 20,000 samples are kept: past that every
     second one is dropped and the interval doubles. One monitor records once; several may run at the same time.
@@ -66,10 +68,13 @@ class Monitor:
         backend: Backend | None = None,
         live: bool = False,
         *,
+        device: object = None,
         timeout_s: float = 2.0,
     ):
+        kind, _, number = str(device or "").partition(":")
+        self._device = int(number or 0) if kind == "cuda" else 0
         self._collector = Collector(
-            (lambda: open_backend(timeout_s=timeout_s)) if backend is None else (lambda: backend),
+            _opener(backend, kind, timeout_s),
             _seconds("interval_s", interval_s),
             _seconds("timeout_s", timeout_s),
             close=backend is None,
@@ -135,13 +140,24 @@ class Monitor:
         """CPU seconds that sampling itself has cost; None until it has stopped."""
         return self._collector.cpu_s
 
-    def summary(self, device: int = 0) -> Summary:
-        """Mean, median, extremes and the share of idle time of device number `device` (0 is torch's cuda:0)."""
-        return self.trace.summary(device)
+    def summary(self, device: int | None = None) -> Summary:
+        """Mean, median, extremes and the share of idle time of the watched device, or of torch's cuda:`device`."""
+        trace = self.trace
+        return trace.summary(self._watched(trace) if device is None else device)
 
-    def plot(self, device: int = 0) -> None:
+    def values(self, metric: str = "busy_percent") -> list[Any]:
+        """One value a sample of the watched device, None where it could not be read; see `Trace.values`."""
+        trace = self.trace
+        return trace.values(metric, self._watched(trace))
+
+    def plot(self, device: int | None = None) -> None:
         """Show busy %, memory and power over time. Call it on the main thread."""
-        self.trace.plot(device)
+        trace = self.trace
+        trace.plot(self._watched(trace) if device is None else device)
+
+    def _watched(self, trace: Trace) -> int:
+        # Where the GPUs could not be read, the CPU stands in for all of them.
+        return min(self._device, max(0, len(trace.devices) - 1))
 
     def save(self, path: str | Path) -> Path:
         """Save the trace as .json or .csv; `Trace.load(path)` reads it back."""
@@ -178,6 +194,15 @@ class Monitor:
 
     def _repr_html_(self) -> str | None:
         return None if self._state == "new" else self.summary()._repr_html_()
+
+
+def _opener(backend: Backend | None, kind: str, timeout_s: float) -> Callable[[], Backend]:
+    """What opens the backend, later and in the thread: a driver that hangs must not hold up the `with`."""
+    if kind not in ("", "cpu", "cuda"):
+        raise ValueError(f"device {kind!r} cannot be watched: give 'cpu', 'cuda:0' or leave it out.")
+    if backend is not None:
+        return lambda: backend
+    return CpuBackend if kind == "cpu" else lambda: open_backend(timeout_s=timeout_s)
 
 
 def _seconds(name: str, value: float) -> float:

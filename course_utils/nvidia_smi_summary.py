@@ -17,7 +17,10 @@ from course_utils.nvidia_smi_text import clean_name, decode, explain, lines_of
 
 _MIB = 2**20
 _MAX_PROCESSES = 10_000
-_VERSIONS = re.compile(r"Driver Version: ?([0-9][0-9.]{0,20})(?:.{0,40}CUDA Version: ?([0-9][0-9.]{0,20}))?")
+# Driver 610 says "KMD Version" and "CUDA UMD Version" (sgl-project/sglang#27487).
+_VERSIONS = re.compile(
+    r"(?:Driver|KMD) Version: ?([0-9][0-9.]{0,20})(?:.{0,40}CUDA (?:UMD )?Version: ?([0-9][0-9.]{0,20}))?"
+)
 _GPU = re.compile(r"\|\s{1,9}([0-9]{1,4})\s{1,9}(\S.*?)\s{1,40}(?:On|Off|N/A|ERR!|WDDM|TCC|MCDM)\s{0,9}\|")
 _MEMORY = re.compile(r"([0-9]{1,9})MiB\s{0,9}/\s{0,9}([0-9]{1,9})MiB")
 _BUSY = re.compile(r"\|\s{0,20}([0-9]{1,3})%")

@@ -15,7 +15,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from course_utils.monitor import CpuBackend, Monitor
+from course_utils.monitor import Monitor
 from course_utils.recipe import Measurement, Recipe
 from course_utils.timing import synchronize
 
@@ -170,8 +170,7 @@ class Watch:
     def _start(self) -> None:
         if self._own_monitor:
             # A run on the CPU of a machine with a GPU is judged by the CPU.
-            backend = CpuBackend() if self.device.type == "cpu" else None
-            self._monitor = self._monitoring.enter_context(Monitor(backend=backend))
+            self._monitor = self._monitoring.enter_context(Monitor(device=self.device))
         elif self._monitor is not None:
             recorded = self._monitor.trace.samples
             self._monitored_from_s = recorded[-1].time_s if recorded else 0.0

@@ -125,12 +125,16 @@ machine
 # - **CPUs** counts those that your process may use. A container can be given fewer than the machine has.
 # - **Shared memory** is what data-loading workers hand batches through. Lesson 03 needs it.
 #
-# None of this started CUDA: asking is free, and leaves the GPU as it was.
+# CUDA is NVIDIA's software for running programs on its GPUs. Asking all this did not start it: asking is free, and
+# leaves the GPU as it was. What the table says of number types is the subject of section 4.
 #
 # If there is no usable GPU, the next cell says why, and what to click.
 
 # %%
-print(machine.advice or "This runtime has a GPU that PyTorch can use. Nothing to click.")
+if machine.reason:
+    print(f"No usable GPU, because {machine.reason}. {machine.advice}")
+else:
+    print("This runtime has a GPU that PyTorch can use. Nothing to click.")
 
 # %% [markdown]
 # ### Choosing the T4 by hand
@@ -161,7 +165,7 @@ print(machine.advice or "This runtime has a GPU that PyTorch can use. Nothing to
 # - disconnect when you stop (**Runtime → Disconnect and delete runtime**), so that you run into a limit later;
 # - keep what matters outside the runtime (in Drive, or downloaded);
 # - when no T4 is free, do the lesson on the CPU runtime, come back later, or use Kaggle. There, a
-#   verified account can choose **GPU T4 x2**: two T4 side by side, which lesson 08 needs anyway.
+#   verified account can choose **GPU T4 x2**: two T4 side by side, which lesson 08 puts to use.
 
 # %% [markdown]
 # ## 2. The same product three times
@@ -179,27 +183,31 @@ n = 2048 if device.type == "cuda" else 1024
 a_numpy = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
 a_cpu = torch.from_numpy(a_numpy)  # shares NumPy's memory: no copy
 a_gpu = a_cpu.to(device)  # copies to the GPU; on a CPU-only machine it is the same tensor again
-print(f"{n} × {n} numbers; PyTorch computes on {device}.")
+print(f"{n} × {n} numbers. The tensor that PyTorch multiplies is on: {a_gpu.device}")
 
 # %% [markdown]
 # ### Timed wrongly
 #
-# The obvious way to time it is this one. Run it, and keep the number in mind.
+# The obvious way to time it is this one. Run it, and keep the numbers in mind. A TFLOP/s is a million million
+# operations a second.
 
 # %%
-start = time.perf_counter()
-a_gpu @ a_gpu
-wrong_s = time.perf_counter() - start
-
-print(f"{wrong_s * 1e3:.2f} ms, which would be {2 * n**3 / wrong_s / 1e12:.2f} TFLOP/s on {device}")
+for attempt in ("first", "second"):
+    start = time.perf_counter()
+    a_gpu @ a_gpu
+    wrong_s = time.perf_counter() - start
+    rate = 2 * n**3 / wrong_s / 1e12
+    print(f"{attempt} call on {device}: {wrong_s * 1e3:.3f} ms, as if {rate:.2f} TFLOP/s")
 
 # %% [markdown]
 # Two things are wrong with it.
 #
-# 1. **The first call is never typical.** It loads libraries, chooses algorithms and allocates memory.
-# 2. **A GPU works behind Python's back.** `a_gpu @ a_gpu` puts the work in a queue and returns at once. The clock
-#    stopped when the work had been *asked for*, not when it was done. On a CPU, PyTorch returns when the result is
-#    ready, so there the second mistake has no effect.
+# 1. **The first call is never typical.** It loads libraries, chooses algorithms and allocates memory, so it looks too
+#    slow.
+# 2. **A GPU works behind Python's back.** `a_gpu @ a_gpu` puts the work in a queue and returns at once. The second clock
+#    stopped when the work had been *asked for*, not when it was done. Compare its rate with what the chip could do at
+#    best: a T4's datasheet promises 8.1 TFLOP/s in float32. On a CPU, PyTorch returns when the result is ready, so
+#    there the second figure is right.
 #
 # A stand-in shows the second mistake on any machine. This one only sleeps: each piece of its work takes 4 ms.
 
@@ -244,12 +252,16 @@ fig, ax = plots.figure("Milliseconds that one matrix product takes on each devic
 milliseconds = [1e3 * s for s in seconds.values()]
 plots.bars(ax, list(seconds), milliseconds, "ms", title=f"One product of {n} × {n} float32 numbers")
 plots.show(fig)
-ratio = seconds["NumPy, CPU"] / seconds[f"PyTorch, {'GPU' if machine.gpu else 'CPU'}"]
+ratio = seconds["NumPy, CPU"] / seconds[f"PyTorch, {'GPU' if device.type == 'cuda' else 'CPU'}"]
 print(f"NumPy took {ratio:.1f} times as long as PyTorch on {device}. Your guess was {my_guess}.")
 
 # %% [markdown]
-# NumPy and PyTorch share a CPU and call the same kind of library for the product (a BLAS), so on the CPU expect a
-# draw. The GPU wins because it has more arithmetic: a T4 has 2,560 CUDA cores and 320 tensor cores, a Colab VM two CPU threads.
+# On the CPU expect about a draw: both call a BLAS, a library for such products, though not always the same one. A GPU
+# wins because it has more arithmetic units. A T4 has 2,560 *CUDA cores*, each of which does one float32
+# multiply-and-add at a time
+# ([datasheet](https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf)).
+# A Colab VM with a T4 has two CPU threads. The T4's 320 *tensor cores*, units that multiply small blocks of 16-bit
+# numbers at once, are idle here. Section 4 uses them.
 #
 # From here on the lessons use `timing.time_call`, which is the loop above with CUDA events on a GPU (time stamps that
 # the GPU itself writes into its queue) and a time limit.
@@ -260,11 +272,11 @@ timing.time_call(lambda: a_gpu @ a_gpu, device=device)
 # %% [markdown]
 # ### Is the GPU always faster?
 #
-# **Predict first**: from which size on does the fastest device of this machine beat NumPy?
+# **Predict first**: from which size on does PyTorch on this device beat NumPy, if at all?
 
 # %%
 sizes = [16, 64, 256, 1024] + ([2048] if device.type == "cuda" else [])
-times = {"NumPy, CPU": [], f"PyTorch, {device.type.upper()}": []}
+times = {"NumPy, CPU": [], f"PyTorch, {'GPU' if device.type == 'cuda' else 'CPU'}": []}
 for size in sizes:
     small_numpy = a_numpy[:size, :size].copy()
     small = torch.from_numpy(small_numpy).to(device)
@@ -283,14 +295,15 @@ ax.legend()
 plots.show(fig)
 
 # %% [markdown]
-# On a GPU the left part of its line is flat: below some size, a product costs what it costs to *launch* it, several
-# microseconds, however little there is to compute. A GPU needs large pieces of work. Keeping it supplied with them is
-# what this course is about.
+# On a GPU the left part of its line is flat. Below some size a product costs what it costs to ask for it: Python,
+# PyTorch and the driver prepare and *launch* one program on the GPU, however little there is to compute. Read that
+# price off your own plot. On a CPU both lines begin with the price of the call itself. A GPU needs large pieces of
+# work. Keeping it supplied with them is what this course is about.
 #
 # ### Is PyTorch just NumPy on a GPU?
 #
-# The array part is. PyTorch adds three things that NumPy has not: devices (above), the 16-bit types of section 4, and
-# **automatic differentiation**. A tensor that asks for it remembers what was done to it:
+# The array part is. PyTorch adds what NumPy has not: devices (above), bfloat16 and products on tensor cores (section 4),
+# and **automatic differentiation**. A tensor that asks for it remembers what was done to it:
 
 # %%
 w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -328,9 +341,11 @@ except RuntimeError as error:
 
 # %% [markdown]
 # It refuses. A copy between devices is slow, and PyTorch will not hide one from you. Read such a message for the two
-# device names in it, print `.device` of both tensors, and move the smaller one.
+# device names in it, print `.device` of both tensors, and move the one that is not where you want to compute. There is
+# one exception: a CPU tensor that holds a single number and has no dimensions may join a GPU tensor.
 #
-# How slow is a copy? It crosses the PCIe bus, which is far narrower than the GPU's own memory.
+# **Predict first**: how many times as long does a copy to the GPU take as one within it? The first crosses PCIe, the
+# connection between the CPU and the GPU, which is far narrower than the GPU's own memory.
 
 # %%
 if device.type == "cuda":
@@ -346,8 +361,8 @@ else:
 # %% [markdown]
 # ## 4. What this GPU can do, and what it cannot
 #
-# Networks train well in 16-bit numbers, and tensor cores multiply those several times faster than 32-bit ones. There
-# are two 16-bit types: **float16** (more precision, small range) and **bfloat16** (less precision, the range of
+# Networks train well in 16-bit numbers, and tensor cores multiply those much faster than 32-bit ones; your bars below
+# show by how much. There are two 16-bit types: **float16** (more precision, small range) and **bfloat16** (less precision, the range of
 # float32). Which one is native depends on the GPU's generation:
 #
 # | | compute capability | float16 tensor cores | bfloat16 | TF32 |
@@ -355,13 +370,16 @@ else:
 # | T4 (Turing) | 7.5 | yes | emulated only | no |
 # | A100 (Ampere), L4 (Ada), H100 (Hopper) | 8.0, 8.9, 9.0 | yes | yes | yes |
 #
-# TF32 is a faster, less precise way to multiply float32 numbers. On a T4 the switch for it changes nothing.
+# *Emulated* means computed in software through another type, without tensor cores. TF32 is a faster, less precise way
+# to multiply float32 numbers; its switch, `torch.set_float32_matmul_precision("high")`, needs hardware that a T4 does
+# not have. It is off by default, so the float32 bar below is true float32.
 #
 # **Predict first**: which of the three types will reach the highest rate on *your* device?
 
 # %%
-chip = machine.gpu.name if machine.gpu else "the CPU"
-m = 4096 if machine.gpu else 256
+on_gpu = device.type == "cuda"
+chip = torch.cuda.get_device_name(device) if on_gpu else "the CPU"
+m = 4096 if on_gpu else 256
 peak_tflops = {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     x = torch.randn(m, m, device=device).to(dtype)
@@ -373,16 +391,22 @@ fig, ax = plots.figure("Measured TFLOP/s for each number type.")
 title = f"Measured on {chip}, products of {m} × {m}"
 plots.bars(ax, list(peak_tflops), list(peak_tflops.values()), "TFLOP/s", title=title)
 plots.show(fig)
-print("Native 16-bit type of this device for training:", runtime.amp_dtype())
+if on_gpu:
+    best = runtime.amp_dtype(torch.cuda.get_device_capability(device))
+    print("Native 16-bit type of this GPU for training:", best)
+else:
+    print("A CPU has no tensor cores. Your bars say whether a 16-bit type pays here.")
 
 # %% [markdown]
-# On a T4, float16 is far ahead and bfloat16, being emulated, is not. On a CPU without 16-bit arithmetic both 16-bit
-# types are *slower* than float32, since each number is converted back and forth.
+# On a T4 expect float16 far ahead and bfloat16 behind. On its elder sister, a V100, which has no bfloat16 either, one
+# report measured 9.6 TFLOP/s in bfloat16, 14.0 in float32 and 95 to 100 in float16
+# ([mlxcel#1654](https://github.com/lablup/mlxcel/issues/1654)). On a CPU without 16-bit arithmetic both 16-bit types are
+# *slower* than float32, since each number is converted back and forth.
 #
 # ### Peak and datasheet
 #
-# A datasheet gives what the hardware could do at best. Nothing you run will reach it. The share that you do reach is
-# called *utilisation of the FLOPs*, and its name in the literature is MFU when it is a model's.
+# A datasheet gives what the hardware could do at best. Real work seldom reaches it. The share that a model reaches is
+# called its *model FLOPs utilisation*, MFU.
 
 # %%
 spec = gpu_specs.spec_for(chip)
@@ -391,8 +415,8 @@ if spec is None:
 else:
     promises = [spec.fp32_tflops, spec.fp16_tensor_tflops, spec.bf16_tensor_tflops]
     for (name, measured), promised in zip(peak_tflops.items(), promises):
-        share = f"{measured / promised:.0%} of {promised}" if promised else "nothing"
-        print(f"{name}: {measured:.1f} TFLOP/s measured, {share} promised")
+        share = f"{measured / promised:.0%} of the {promised} promised" if promised else "no figure in the table"
+        print(f"{name}: {measured:.1f} TFLOP/s measured, {share}")
     print("Datasheet:", spec.source)
 
 # %% [markdown]
@@ -407,7 +431,7 @@ else:
 # | What is said | What is true | Seen in |
 # |---|---|---|
 # | "My GPU is on, so PyTorch uses it." | A tensor is on the CPU until you move it. | section 3 |
-# | "The GPU did it in 0.02 ms." | That was the time to ask for it. Synchronise, then stop the clock. | section 2 |
+# | "The GPU did it in no time." | That was the time to ask for it. Synchronise, then stop the clock. | section 2 |
 # | "A GPU is always faster." | Not for small pieces of work. | section 2, second plot |
 # | "A T4 gives 65 TFLOPS." | That is the datasheet. Power limits it to much less. | section 4 |
 # | "`is_bf16_supported()` is True, so use bfloat16." | It counts emulation. Ask without it: | next cell |

@@ -36,8 +36,8 @@
 # - watch a training run with a monitor, find the gaps in it, and name what the GPU waited for;
 # - measure the course's training job: samples per second, busy %, data-wait % and peak memory.
 #
-# **Time**: 25 minutes to read and run, 20 minutes for the exercises. **Needs**: lesson 01. Without a GPU the monitor
-# watches the CPU instead, says so, and the `nvidia-smi` text comes from an example.
+# **Time**: 25 minutes to read and run, 20 minutes for the exercises. **Needs**: lesson 01. Without a usable GPU the
+# monitor watches the CPU instead, says so, and the `nvidia-smi` text comes from an example.
 
 # %% cellView="form" jupyter={"source_hidden": true} tags=["setup"]
 # @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
@@ -104,11 +104,16 @@ import torch
 
 from course_utils import monitor, nvidia_smi, plots, runtime, scoreboard, timing, workload
 from course_utils.exercises import lesson02
+from course_utils.photos import prepare_photos
+from course_utils.views import number
 from course_utils.visible_devices import visible_nvml_indices
 
 machine = runtime.describe_runtime()
 device = runtime.pick_device()
+on_gpu = device.type == "cuda"
 print(machine.headline)
+if machine.advice:
+    print(machine.advice)
 
 # %% [markdown]
 # `nvidia-smi` is a program that comes with NVIDIA's driver. A `!` in front of a line hands it to the system's shell.
@@ -125,28 +130,35 @@ if not machine.gpus:
 # %% [markdown]
 # | Field | Meaning |
 # |---|---|
-# | Driver Version | The driver on this machine. It is not part of PyTorch. |
-# | CUDA Version | The *newest* CUDA that this driver can run. It says nothing of what is installed; `torch.version.cuda` does. |
+# | Driver Version (newer drivers: KMD Version) | The driver on this machine. It is not part of PyTorch. |
+# | CUDA Version (newer: CUDA UMD Version) | The *newest* CUDA that this driver can run. It says nothing of what is installed; `torch.version.cuda` does. |
+# | GPU, Name, Bus-Id | Its number, its model, its place on the PCIe bus. |
+# | Persistence-M | On: the driver stays loaded while nobody uses the GPU. |
+# | Disp.A | Whether a screen is set up on it. |
+# | Volatile Uncorr. ECC | Memory errors that could not be corrected since the driver was loaded. It should be 0, or `N/A` without ECC. |
 # | Fan | `N/A` on a T4: it has none, and is cooled by the server's air. A missing value is not 0. |
-# | Perf | The performance state, from P0 (full speed) to P12 (idle, slow clocks). |
+# | Temp | Degrees Celsius. |
+# | Perf | The performance state, from P0 (maximum) to P12 (minimum). The idle T4 of the example rests in P8. Within P0 the clocks still move, for example when the power limit is reached. |
 # | Pwr:Usage/Cap | Watts drawn now, and the limit. A T4's limit is 70 W. |
 # | Memory-Usage | Memory that is *taken* from the whole card, by everyone. 1 MiB is 1,048,576 bytes. |
 # | GPU-Util | The share of the last moments in which *something* ran on the GPU. Section 3 takes it apart. |
-# | Processes | Who uses the GPU. On Colab and Kaggle it is empty although your job runs: see below. |
+# | Compute M., MIG M. | Default: several processes may share the GPU. MIG: whether it is cut into slices. |
+# | Processes | Who uses the GPU. On Colab and Kaggle it is usually empty although your job runs: see below. |
 #
 # **An empty process list does not mean an idle GPU.** You sit in a container there, and the process numbers belong to
-# the machine outside, where you may not look. Read the memory and the utilisation instead, or ask PyTorch what *your*
-# process holds: `torch.cuda.memory_allocated()`.
+# the machine outside, where you may not look. A blank list means that processes are there and cannot be named; *No
+# running processes found* means that the driver lists none. Read the memory and the utilisation instead, or ask PyTorch
+# what *your* tensors take: `torch.cuda.memory_allocated()`.
 
 # %% [markdown]
 # ## 2. Ask for what you need
 #
 # The table is for people. For programs there is `--query-gpu`, which prints comma-separated values:
-#
-# ```
-# nvidia-smi --query-gpu=index,name,utilization.gpu,memory.used,power.draw --format=csv
-# ```
-#
+
+# %%
+# !nvidia-smi --query-gpu=index,name,utilization.gpu,memory.used,power.draw --format=csv
+
+# %% [markdown]
 # `nvidia_smi.query()` runs a query like this one with a time limit, since the program can hang on a sick driver, and
 # turns the text into records. A cell such as `[N/A]` or `[Not Supported]` becomes `None`. When there is no GPU you get
 # no records and the reason.
@@ -165,7 +177,7 @@ example
 # ## 3. What GPU-Util counts
 #
 # NVIDIA defines it in one sentence of
-# [its manual](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the percentage of time, over the
+# [its manual](https://docs.nvidia.com/deploy/nvml-api/api/structnvmlUtilization__t.html): the percentage of time, over the
 # past sample period, in which one or more kernels was executing on the GPU. A *kernel* is one program that runs on the
 # GPU, such as a product or a sum. The sample period is between a sixth of a second and a second.
 #
@@ -173,27 +185,35 @@ example
 #
 # Two loads, each for two seconds:
 #
-# - **32 columns**: running totals down 32 long columns. Each step of a column needs the one before, so 32 columns are 32
-#   lanes of work at a time. A T4 has 2,560.
-# - **Big product**: the matrix product of lesson 01. Every lane has work.
+# - **Little work**. On a GPU: running totals down 32 long columns. PyTorch's kernel gives each column one thread, which
+#   walks down it step by step, so 32 threads work. A T4 has 2,560 CUDA cores. On a CPU: picking numbers from random
+#   places of a long vector. All cores take part, and mostly wait for memory.
+# - **Big product**: the matrix product of lesson 01. It gives every core plenty to multiply.
 #
 # **Predict first**: which busy % will the monitor see for each?
 
 # %%
-my_guess = {"32 columns": 1, "big product": 100}  # busy %, change them before you run on
+my_guess = {"little work": 1, "big product": 100}  # busy %, change them before you run on
 
-n = 4096 if device.type == "cuda" else 1024
-columns = torch.ones(100_000, 32, device=device)
+n = 4096 if on_gpu else 1024
 square = torch.randn(n, n, device=device)
-loads = {"32 columns": lambda: columns.cumsum(dim=0), "big product": lambda: square @ square}
-operations = {"32 columns": columns.numel(), "big product": 2 * n**3}
+if on_gpu:
+    columns = torch.ones(100_000, 32, device=device)
+    loads = {"little work": lambda: columns.cumsum(dim=0)}
+    operations = {"little work": columns.numel()}
+else:
+    vector, places = torch.ones(16_000_000), torch.randint(16_000_000, (4_000_000,))
+    loads = {"little work": lambda: vector.take(places)}
+    operations = {"little work": places.numel()}
+loads["big product"] = lambda: square @ square
+operations["big product"] = 2 * n**3
 
 # %%
 def watch(work, seconds=2.0):
     """Repeat `work` for about `seconds`. Returns runs per second and what the monitor saw."""
     work()  # warm-up
     timing.synchronize(device)
-    with monitor.Monitor() as watching:
+    with monitor.Monitor(device=device) as watching:
         runs, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds:
             work()
@@ -209,7 +229,9 @@ for name, work in loads.items():
     runs_per_s, seen = watch(work)
     busy[name] = seen.busy_percent.mean
     rate[name] = runs_per_s * operations[name] / 1e9
-    print(f"{name}: busy {busy[name]:.0f} %, you guessed {my_guess[name]} %")
+    print(f"{name}: busy {number(busy[name], '%')}, you guessed {my_guess[name]} %")
+    power, limit = number(seen.power_w.mean, "W"), number(seen.device.power_limit_w, "W")
+    print(f"    power {power} of {limit}; memory in use {number(seen.memory_busy_percent.mean, '%')}")
 print("Watched:", seen.label)
 
 # %%
@@ -225,58 +247,69 @@ plots.show(fig)
 #
 # So this course never judges by busy % alone. Beside it stands **throughput**: samples per second. A good change raises
 # throughput. Busy % tells you *where to look*: low means that the GPU waits for something; high at low throughput
-# means that the work comes in small pieces.
+# means that each kernel uses little of the chip: it is small, or it waits for memory.
 #
-# Power is a hint as well. A GPU whose lanes are mostly empty stays far below its power limit at 100 % *GPU-Util*.
+# Power is a hint as well: compare the two loads above. Without a GPU it reads n/a.
 #
 # ### The other percentage
 #
 # NVML (the library behind `nvidia-smi`) also has a *memory utilisation*. It is **not** how full the memory is. It is
-# the share of time in which the memory was being read or written. How full it is stands in *Memory-Usage*.
+# the share of time in which the memory was being read or written. That is *memory in use* above. How full it is
+# stands in *Memory-Usage*.
 
 # %% [markdown]
 # ## 4. Memory, three ways
 #
-# **Predict first**: you make one tensor of 256 MiB. By how much does each of three counters grow?
+# **Predict first**: you make one tensor of 256 MiB, then delete it. By how much does each of three counters grow, and how
+# far does each fall?
 
 # %%
 def memory_now():
     """Three answers to "how much memory is used?", in MiB."""
-    if device.type == "cuda":
+    if on_gpu:
         free, total = torch.cuda.mem_get_info(device)
-        counters = [torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free]
+        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        counters = [held, reserved, total - free]
     else:
-        counters = [tensor.nbytes for tensor in [columns, square, *kept]]
-        counters = [sum(counters), psutil.Process().memory_info().rss, psutil.virtual_memory().used]
+        tensors = sum(tensor.nbytes for tensor in [vector, places, square, *kept])
+        counters = [tensors, psutil.Process().memory_info().rss, psutil.virtual_memory().used]
     return np.array(counters) / 2**20
 
 
 # %%
-names = ["tensors", "this process", "whole machine"]
-if device.type == "cuda":
-    names = ["allocated", "reserved", "used"]
+names = ["allocated", "reserved", "used"] if on_gpu else ["tensors", "this process", "whole machine"]
 kept = []
-before = memory_now()
+rows = [memory_now()]
 kept.append(torch.ones(256 * 2**20, dtype=torch.uint8, device=device))
-after = memory_now()
-for name, old, new in zip(names, before, after):
-    print(f"{name:16} {old:9,.0f} MiB → {new:9,.0f} MiB   ({new - old:+,.0f})")
+rows.append(memory_now())
 kept.clear()
+rows.append(memory_now())
+print(f"{'MiB':16} {'before':>9} {'with it':>9} {'deleted':>9}")
+for name, *values in zip(names, *rows):
+    print(f"{name:16} " + " ".join(f"{value:9,.0f}" for value in values))
 
 # %% [markdown]
 # On a GPU the three are:
 #
 # 1. **allocated**: bytes in living tensors;
 # 2. **reserved**: what PyTorch has taken from the driver, living tensors and its cache of freed blocks;
-# 3. **used**, as `nvidia-smi` prints it: reserved, plus the CUDA context (a few hundred MiB for kernels and libraries),
-#    plus every other process.
+# 3. **used**, close to what `nvidia-smi` prints: reserved, plus the CUDA context (memory for kernels and libraries, taken
+#    when CUDA starts), plus every other process.
 #
-# So `nvidia-smi` is right to show more than your tensors, and it does not fall back to 0 when you delete them. Lesson 07
-# is about this. On a CPU the three counters here are the tensors, the process and the machine; they differ for the same
-# kind of reason.
+# When the tensor goes, *allocated* falls and the other two stay: PyTorch keeps the block for the next tensor. So
+# `nvidia-smi` is right to show more than your tensors, and it does not fall back when you delete them. Lesson 07 is
+# about this. On a CPU the three counters are the tensors, the process and the machine, and so large a block goes back to
+# the system at once.
 #
-# One more trap: a T4 has 15360 MiB in `nvidia-smi`, and PyTorch reports about 14.6 GiB in total. 15360 MiB are
-# 15.0 GiB, and some of it is kept back for the driver. MiB, GiB and GB are three units: 15360 MiB = 15.0 GiB = 16.1 GB.
+# One more trap: MiB, GiB and GB are three units. A T4 has 15360 MiB = 15.0 GiB = 16.1 GB in `nvidia-smi`. PyTorch reports
+# somewhat less, since the driver keeps some back.
+
+# %%
+if on_gpu:
+    total = torch.cuda.get_device_properties(device).total_memory
+    print(f"PyTorch: {total / 2**20:,.0f} MiB = {total / 2**30:.2f} GiB = {total / 1e9:.2f} GB")
+else:
+    print("Skipped: no GPU. It would show the card's total in MiB, GiB and GB.")
 
 # %% [markdown]
 # ## 5. One snapshot, or a series?
@@ -286,7 +319,7 @@ kept.clear()
 # **Predict first**: what will a single glance at `nvidia-smi` say?
 
 # %%
-with monitor.Monitor() as watching:
+with monitor.Monitor(device=device) as watching:
     for _ in range(3):
         start = time.perf_counter()
         while time.perf_counter() - start < 0.8:
@@ -294,29 +327,44 @@ with monitor.Monitor() as watching:
             timing.synchronize(device)
         time.sleep(1.2)
 
-glances = [percent for percent in watching.trace.values("busy_percent") if percent is not None]
-picked = np.random.default_rng(1).choice(glances, size=5)
-print("five glances, picked at random:", [f"{value:.0f} %" for value in picked])
-print(f"mean of all {len(glances)} samples: {np.mean(glances):.0f} %")
+# %%
+glances = [percent for percent in watching.values("busy_percent") if percent is not None]
+if glances:
+    picked = np.random.default_rng(1).choice(glances, size=5)
+    print("five glances, picked at random:", [f"{value:.0f} %" for value in picked])
+    print(f"mean of all {len(glances)} samples: {np.mean(glances):.0f} %")
+else:
+    print("This device does not tell how busy it is, as a slice of a GPU (MIG) does not.")
 
 # %%
 watching.plot()
 
 # %% [markdown]
-# One glance can say anything from 0 to 100. Decide nothing on fewer than ten samples, spread over several steps of what
-# you watch. Looking more often than five times a second adds little, since the driver itself averages over a sixth of
-# a second or more. And a program that launches `nvidia-smi` for each sample spends milliseconds, at times seconds, on
-# every one; `Monitor` asks NVML inside the process instead.
+# One glance says where in its cycle the device happened to be. Decide nothing on fewer than ten samples, spread over
+# several steps of what you watch. Looking more often than five times a second adds little, since the driver itself
+# averages over a sixth of a second or more. And a program that launches `nvidia-smi` for each sample spends
+# milliseconds, at times seconds, on every one ([bpytop#26](https://github.com/aristocratos/bpytop/issues/26),
+# [netdata#14522](https://github.com/netdata/netdata/issues/14522)); `Monitor` asks NVML inside the process instead.
 
 # %% [markdown]
 # ## 6. Watch a real training run
 #
 # Here is the job that the whole course speeds up. It classifies crops of photographs, stored as JPEG files, with a small
-# residual network. Its `Recipe` holds every knob, and the defaults are the *naive* way: what a first script looks like.
+# residual network. The photographs ship with scikit-image and scikit-learn: nothing is downloaded.
+
+# %%
+prepare_photos()
+
+# %% [markdown]
+# A `Recipe` holds every knob of the job, and the defaults are the *naive* way: what a first script looks like.
 
 # %%
 recipe = workload.Recipe()
 recipe
+
+# %% [markdown]
+# And this is the loop. Read it for its shape: copy, forward, loss, backward, step. `autocast` and `scaler` do nothing in
+# the naive recipe; lesson 05 turns them on. Every other knob has its lesson too.
 
 # %%
 print(inspect.getsource(workload.training_loop))
@@ -327,7 +375,7 @@ print(inspect.getsource(workload.training_loop))
 # %%
 my_guess_percent = 90
 
-with monitor.Monitor(live=True) as watching:
+with monitor.Monitor(live=True, device=device) as watching:
     naive = workload.train(recipe, monitor=watching)
 naive
 
@@ -335,21 +383,31 @@ naive
 watching.plot()
 
 # %%
-print(f"busy: {naive.busy_percent:.0f} %, you guessed {my_guess_percent} % ({watching.label})")
-print(f"waiting for data: {naive.data_wait_percent:.0f} % of the time")
-print(f"loss: {naive.loss_start:.2f} → {naive.loss_end:.2f}: it does learn")
+print(f"busy: {number(naive.busy_percent, '%')}, you guessed {my_guess_percent} % ({watching.label})")
+step_ms, wait_ms = 1e3 * naive.seconds_per_step, 1e3 * naive.data_wait_s / naive.steps
+print(f"one step takes {step_ms:.1f} ms; for {wait_ms:.1f} ms of it the device waits for its batch")
+print(f"loss: {naive.loss_start:.2f} → {naive.loss_end:.2f}")
 
 # %% [markdown]
-# ### Read the gaps
+# ### Find the gaps
 #
-# The hatched stretches are idle: the device had nothing to do. What did it wait for? **Data-wait %** answers: the
-# share of the time in which the device had finished all its work and the next batch was not there yet. When it is large, one Python process reads and decodes JPEG files while the device waits, and a
-# faster GPU would change nothing.
+# The left edge of the plot is preparation and warm-up. The plot's mean contains it; the measurement leaves it out.
 #
-# On a CPU runtime the same processor decodes *and* computes, so it looks busy all the time. The waiting is
-# there all the same, and data-wait % shows it.
+# A hatched stretch was less than 10 % busy. But on a GPU each point of the curve is already an average over a sixth of a
+# second or more. A wait that is shorter does not show as a gap: it pulls the whole curve down. Compare the step's time
+# above with that.
 #
-# Lesson 03 removes that wait. The rest of the course attacks what then remains.
+# **Data-wait %** sees what the curve cannot. It is the share of the time in which the device had finished all its work
+# and the next batch was not there yet. On a GPU it is measured step by step, with time stamps in the GPU's own queue.
+# When it is large, one Python process reads and decodes JPEG files while the device waits, and a faster GPU would
+# change little.
+#
+# On a CPU runtime the same processor decodes *and* computes. Busy % mixes the two, and on many cores it is low while one
+# of them decodes. Data-wait % keeps them apart.
+#
+# With two GPUs the live view has two strips. The second stays idle: this loop uses one.
+#
+# Lesson 03 removes the wait. The rest of the course attacks what then remains.
 
 # %% [markdown]
 # ## 7. The first row of the scoreboard
@@ -366,12 +424,12 @@ board
 #
 # | What is said | What is true | Seen in |
 # |---|---|---|
-# | "100 % utilisation means efficient." | It means that something ran all the time, be it 32 lanes of 2,560. | section 3 |
+# | "100 % utilisation means efficient." | It means that something ran all the time, be it 32 threads on a T4's 2,560 cores. | section 3 |
 # | "Memory utilisation means memory filled." | It is the share of time with reads or writes. | section 3 |
-# | "nvidia-smi shows 0 %, so my job is not on the GPU." | One glance between two batches shows 0 %. | section 5 |
-# | "The process list is empty, so my job is not on the GPU." | In a container it is empty by design. | section 1 |
+# | "nvidia-smi shows 0 %, so my job is not on the GPU." | One glance shows the last fraction of a second: 0 % in a longer pause. | section 5 |
+# | "The process list is empty, so my job is not on the GPU." | In a container it is usually empty. | section 1 |
 # | "`CUDA Version` is the CUDA that PyTorch uses." | It is the newest that the driver can run. | section 1 |
-# | "GPU 0 in nvidia-smi is cuda:0." | Only without `CUDA_VISIBLE_DEVICES`, and in the same order. | the next cell |
+# | "GPU 0 in nvidia-smi is cuda:0." | Only if `CUDA_VISIBLE_DEVICES` is not set and all GPUs are the same model. Else CUDA puts the fastest first; `CUDA_DEVICE_ORDER=PCI_BUS_ID` makes both count alike. | the next cell |
 
 # %%
 three = nvidia_smi.parse_query_csv("index\n0\n1\n2").gpus  # an example: three GPUs
@@ -428,7 +486,7 @@ lesson02.traces_told_apart.panel()
 # ### Exercise 3: busier, measured
 #
 # Return a recipe that raises the mean busy % of the training job *and* its samples per second above the naive recipe's.
-# The check runs both here and now, and measures again before it says no. It takes up to half a minute.
+# The check runs both here and now, and measures again before it says no. It takes up to a minute.
 
 # %% tags=["exercise:busier"]
 def busier_recipe():
@@ -452,4 +510,4 @@ lesson02.busier.panel()
 # ## Further reading
 #
 # - [nvidia-smi](https://docs.nvidia.com/deploy/nvidia-smi/index.html): every field, in NVIDIA's words.
-# - [NVML: nvmlUtilization_t](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the two percentages.
+# - [NVML: nvmlUtilization_t](https://docs.nvidia.com/deploy/nvml-api/api/structnvmlUtilization__t.html): the two percentages.

@@ -135,3 +135,9 @@ def test_a_mark_that_is_none_is_passed_over(mark):
     notebook = new_notebook(cells=[new_code_cell("1")])
     notebook.cells[0].outputs = [output]
     assert course.exercise_outcomes(notebook) == {}
+
+
+def test_a_page_shows_a_progress_bar_once():
+    assert course.settled("\r  0%\r 50%\r100%\nnext\n") == "100%\nnext\n"
+    assert course.settled("\r 50%\r     \r") == ""
+    assert course.settled("plain\ntext") == "plain\ntext"

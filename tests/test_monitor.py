@@ -1039,3 +1039,37 @@ def test_importing_the_monitor_loads_nothing_heavy():
         [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# Which device
+
+
+def test_work_on_the_cpu_is_watched_on_the_cpu_even_where_a_gpu_is_listed(monkeypatch):
+    monkeypatch.setattr("course_utils.monitor.open_backend", lambda **_: pytest.fail("a GPU was looked for"))
+    with Monitor(0.01, device="cpu") as monitor:
+        time.sleep(0.03)
+    assert monitor.source == "CPU (psutil)"
+
+
+def test_the_watched_device_is_the_one_that_is_summarised():
+    class TwoGpus(CpuBackend):
+        def __init__(self):
+            super().__init__()
+            self.devices = (Device("first"), Device("second"))
+
+        def read(self):
+            return Reading(10.0), Reading(90.0)
+
+    with Monitor(0.01, TwoGpus(), device="cuda:1") as monitor:
+        time.sleep(0.03)
+    assert monitor.summary().device.name == "second"
+    assert set(monitor.values()) == {90.0}
+    assert monitor.summary(0).busy_percent.mean == 10.0
+    with Monitor(0.01, CpuBackend(), device="cuda:1") as alone:
+        time.sleep(0.03)
+    assert alone.summary().label == "CPU, not a GPU"
+
+
+def test_a_device_that_cannot_be_watched_is_named():
+    with pytest.raises(ValueError, match="'mps' cannot be watched"):
+        Monitor(device="mps")

@@ -538,3 +538,12 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except FileNotFoundError:
         return False
+
+
+def test_new_drivers_call_their_versions_otherwise():  # driver 610: sgl-project/sglang#27487
+    renamed = EXAMPLE_SUMMARY.replace(
+        "Driver Version: 535.104.05   CUDA Version: 12.2    ", "KMD Version: 610.43.02 CUDA UMD Version: 13.3"
+    )
+    assert renamed != EXAMPLE_SUMMARY
+    summary = parse_summary(renamed)
+    assert (summary.driver_version, summary.cuda_version) == ("610.43.02", "13.3")

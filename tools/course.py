@@ -176,9 +176,17 @@ def write_page(notebook: nbformat.NotebookNode, path: Path) -> None:
     """The executed notebook as one HTML file."""
     from nbconvert import HTMLExporter  # needed for --html alone, and slow to import
 
+    for output in _outputs(notebook):
+        if output.output_type == "stream":
+            output.text = settled(output.text)
     body, _ = HTMLExporter().from_notebook_node(notebook)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(body, encoding="utf-8")
+
+
+def settled(text: str) -> str:
+    """What a terminal would show in the end: a progress bar that redraws its line with carriage returns, once."""
+    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from course_utils.exercises.engine import Answer, Exercise, NotYet
+from course_utils.runtime import pick_device
 
 # --- device: code that runs on whatever device the model lives on ----------------------------------------------
 
@@ -21,9 +22,10 @@ def predict(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 def _check_device(answer: Answer) -> str:
     # The meta device stands in for a GPU: it refuses tensors of other devices as CUDA does, and every machine has it.
-    devices = ["cpu", "meta"] + (["cuda"] if torch.cuda.is_available() else [])
+    here = pick_device()
+    devices = ["cpu", "meta"] + (["cuda"] if here.type == "cuda" else [])
     for device in devices:
-        model = torch.nn.Linear(4, 2, device=device)
+        model = torch.nn.Linear(4, 2, device=here if device == "cuda" else device)
         images = torch.ones(3, 4)
         output = answer(model, images)
         if model.weight.device.type != device:
