@@ -77,8 +77,10 @@ def test_steps(chosen: Sequence[images.Image], passed_on: Sequence[str]) -> list
     first = chosen[0]
     steps = _policy(first)
     for image in chosen:
-        pytest = ["-m", "pytest", "--durations=5", *passed_on]
-        steps.append(Step(image, "unit tests", [*pytest, "-n", "2", "-m", "not browser and not alone", "tests"]))
+        # Without nbval, whose import takes seconds in every process.
+        pytest = ["-m", "pytest", "-p", "no:nbval", "--durations=5", *passed_on]
+        shared = ["-n", "2", "--dist", "worksteal", "-m", "not browser and not alone"]
+        steps.append(Step(image, "unit tests", [*pytest, *shared, "tests"]))
         steps.append(Step(image, "unit tests that measure", [*pytest, "-m", "alone", *_measuring_files()]))
         steps.append(Step(image, "notebooks (nbval)", nbval_arguments("notebooks")))
     if first.name == "local":

@@ -120,7 +120,7 @@ traces_told_apart = Exercise(
 
 # --- busier: measured against the learner's own baseline ----------------------------------------------------------
 
-_SECONDS = 4.0  # of measured training a run; about 20 utilisation samples
+_SECONDS = 3.0  # of measured training a run; about 15 utilisation samples
 _ATTEMPTS = 2
 _FASTER = 1.05  # what noise alone does not bring
 _BUSIER = 1.05  # relative: a fast, starved GPU is busy for a few per cent of the time
