@@ -314,7 +314,7 @@ else:
 # %% [markdown]
 # ## 5. One snapshot, or a series?
 #
-# Make a device that works 0.8 seconds and rests 1.2, again and again. It is busy 40 % of the time.
+# Make a device that works 0.6 seconds and rests 0.9, again and again. It is busy 40 % of the time.
 #
 # **Predict first**: what will a single glance at `nvidia-smi` say?
 
@@ -322,10 +322,10 @@ else:
 with monitor.Monitor(device=device) as watching:
     for _ in range(3):
         start = time.perf_counter()
-        while time.perf_counter() - start < 0.8:
+        while time.perf_counter() - start < 0.6:
             square @ square
             timing.synchronize(device)
-        time.sleep(1.2)
+        time.sleep(0.9)
 
 # %%
 glances = [percent for percent in watching.values("busy_percent") if percent is not None]

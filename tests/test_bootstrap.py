@@ -396,11 +396,9 @@ def test_make_test_runs_everything_in_both_images_and_goes_on_after_a_failure(ro
         "[local] notebook policy",
         "[local] badges",
         "[local] unit tests",
-        "[local] unit tests that measure",
-        "[local] notebooks (nbval)",
+        "[local] notebooks (nbval), tests that measure",
         "[colab] unit tests",
-        "[colab] unit tests that measure",
-        "[colab] notebooks (nbval)",
+        "[colab] notebooks (nbval), tests that measure",
         "[local] browser",
     ]
     (root / "calls.txt.fails").unlink()

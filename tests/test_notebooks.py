@@ -69,9 +69,3 @@ def test_nbval_fails_on_what_is_wrong_and_on_nothing_else(tmp_path):
     for number in range(len(right), len(right) + len(wrong)):
         assert f"Cell {number}" in done.stdout
     assert "The cell wrote to stderr" in done.stdout and "UserWarning: old" in done.stdout
-
-
-def test_nbval_fails_where_there_is_no_notebook(tmp_path):
-    done = nbval(tmp_path)
-    assert done.returncode == 5, done.stdout
-    assert "no tests ran" in done.stdout

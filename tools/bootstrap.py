@@ -70,28 +70,24 @@ def lab_arguments(port: str, passed_on: Sequence[str], root: Path = images.ROOT)
 
 
 def test_steps(chosen: Sequence[images.Image], passed_on: Sequence[str]) -> list[Step]:
-    """Every test: the policy and the browser once, unit tests and notebooks in each image.
-
-    Unit tests share the cores. Notebooks, and the tests marked so, measure: nothing runs beside them.
-    """
-    first = chosen[0]
-    steps = _policy(first)
+    """Every test: in each image first those that share the cores, then what measures, alone; and the browser once."""
+    steps = []
     for image in chosen:
         # Without nbval, whose import takes seconds in every process.
-        pytest = ["-m", "pytest", "-p", "no:nbval", "--durations=5", *passed_on]
-        shared = ["-n", "2", "--dist", "worksteal", "-m", "not browser and not alone"]
-        steps.append(Step(image, "unit tests", [*pytest, *shared, "tests"]))
-        steps.append(Step(image, "unit tests that measure", [*pytest, "-m", "alone", *_measuring_files()]))
-        steps.append(Step(image, "notebooks (nbval)", nbval_arguments("notebooks")))
-    if first.name == "local":
-        steps.append(Step(first, "browser", ["-m", "pytest", "-m", "browser", "tests/browser"]))
+        shared = ["-m", "pytest", "-p", "no:nbval", "-n", "2", "--dist", "worksteal", "--durations=5"]
+        chosen_tests = ["-m", "not browser and not alone", "tests"]
+        steps.append(Step(image, "unit tests", [*shared, *chosen_tests, *passed_on]))
+        alone = [*nbval_arguments("notebooks"), "-m", "alone", *_measuring_files(), *passed_on]
+        steps.append(Step(image, "notebooks (nbval), tests that measure", alone))
+    if chosen[0].name == "local":
+        steps.append(Step(chosen[0], "browser", ["-m", "pytest", "-m", "browser", "tests/browser"]))
     return steps
 
 
 def nbval_arguments(target: str) -> list[str]:
-    """nbval on every notebook of a folder, with this image's kernel; pytest fails when there is no notebook at all."""
+    """nbval on every notebook of a folder, with this image's kernel."""
     cell_timeout = f"--nbval-cell-timeout={CELL_TIMEOUT_S}"
-    nbval = ["--nbval-lax", "--nbval-current-env", cell_timeout, "-p", "tools.nbval_stderr"]
+    nbval = ["--nbval-lax", "--nbval-current-env", cell_timeout, "-p", "tools.nbval_plugin"]
     return ["-m", "pytest", *nbval, "-p", "no:cacheprovider", target]
 
 
@@ -139,7 +135,8 @@ def _run(command: str, chosen: Sequence[images.Image], passed_on: Sequence[str])
     if command == "check":
         return _run_together(check_steps(image))
     if command == "test":
-        return _run_in_turn(test_steps(chosen, passed_on))
+        print()
+        return _run_together(_policy(image)) | _run_in_turn(test_steps(chosen, passed_on))
     tool = {"sync": ["tools.notebooks", "update"], "badges": ["tools.publish"], "course": ["tools.course"]}[command]
     return _run_in_turn([Step(image, command, ["-m", *tool, *passed_on]) for image in chosen])
 

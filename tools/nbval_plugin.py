@@ -1,6 +1,7 @@
-"""A pytest plugin for the nbval run: a lesson's cell that writes a warning to stderr fails.
+"""A pytest plugin for the nbval run: a cell that writes a warning to stderr fails, and all cells are marked `alone`.
 
 nbval itself throws the kernel's stderr away. A cell tagged `explains-warning` may warn; progress bars are no warnings.
+Lessons measure, as do the tests marked so: one run of pytest takes both, with nothing beside it.
 """
 
 from collections.abc import Generator
@@ -9,6 +10,14 @@ from typing import Any
 import pytest
 
 from tools.course import EXPLAINED_TAG, stderr_lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every cell, before pytest selects by mark."""
+    for item in items:
+        if hasattr(item, "cell"):
+            item.add_marker("alone")
 
 
 @pytest.hookimpl(wrapper=True)
