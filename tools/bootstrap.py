@@ -207,6 +207,8 @@ def _environment(step: Step) -> dict[str, str]:
     environment = {**os.environ, "COURSE_IMAGE": step.image.name, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     # The images are installed uncompiled: whoever forbids bytecode would compile PyTorch at every start of a kernel.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if "-n" in step.arguments:
+        environment["OMP_NUM_THREADS"] = "1"  # processes that share the cores would only wait for each other's threads
     return environment
 
 
