@@ -352,9 +352,9 @@ if device.type == "cuda":
     host = torch.ones(64 * 2**20, dtype=torch.uint8)
     there = host.to(device)
     to_gpu = timing.time_call(lambda: host.to(device), device=device)
-    on_gpu = timing.time_call(lambda: there.clone(), device=device)
+    within = timing.time_call(lambda: there.clone(), device=device)
     print(f"64 MiB to the GPU: {to_gpu.median_s * 1e3:.2f} ms")
-    print(f"64 MiB within the GPU: {on_gpu.median_s * 1e3:.2f} ms")
+    print(f"64 MiB within the GPU: {within.median_s * 1e3:.2f} ms")
 else:
     print("Skipped: no GPU. It would show 64 MiB copied to the GPU, and within the GPU, in milliseconds.")
 

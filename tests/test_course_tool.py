@@ -36,6 +36,7 @@ def outputs(notebook, index: int) -> str:
     return "".join(output.get("text", "") for output in notebook.cells[index].outputs)
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_a_good_lesson(tmp_path):
     path = lesson(
         tmp_path,
@@ -61,6 +62,7 @@ def test_a_good_lesson(tmp_path):
     assert "JUPYTER_PATH" not in os.environ or "course-kernel-" not in os.environ["JUPYTER_PATH"]
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_warnings_are_counted_and_told(tmp_path, monkeypatch):
     # With this variable ipykernel believes that it is under test, and does not watch the process's own stderr.
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
@@ -79,6 +81,7 @@ def test_warnings_are_counted_and_told(tmp_path, monkeypatch):
     assert not result.good
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_one_broken_lesson_does_not_stop_the_others(tmp_path, capsys):
     lesson(tmp_path, "01_broken", cell("answer = 42"), cell("answer + nothing"), cell("print('never')"))
     lesson(tmp_path, "02_slow", cell("import time; time.sleep(60)"))
@@ -96,6 +99,7 @@ def test_one_broken_lesson_does_not_stop_the_others(tmp_path, capsys):
     assert "fine" in (tmp_path / "pages/04_good.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_a_good_course_exits_with_0_and_names_choose_lessons(tmp_path, capsys):
     lesson(tmp_path, "01_good", cell("print(1)"))
     lesson(tmp_path, "02_broken", cell("1 / 0"))
@@ -141,3 +145,17 @@ def test_a_page_shows_a_progress_bar_once():
     assert course.settled("\r  0%\r 50%\r100%\nnext\n") == "100%\nnext\n"
     assert course.settled("\r 50%\r     \r") == ""
     assert course.settled("plain\ntext") == "plain\ntext"
+
+
+def test_a_kernel_that_dies_at_its_start_is_started_once_more(tmp_path, monkeypatch):
+    attempts = []
+
+    def dies_at_first(path, timeout):
+        attempts.append(path)
+        failure = "the start of the kernel: Kernel died" if len(attempts) == 1 else None
+        return course.Result(path.stem, 1.0, failure, {}, ()), new_notebook()
+
+    monkeypatch.setattr(course, "_run_once", dies_at_first)
+    result, _ = course.run_lesson(tmp_path / "01_any.ipynb", 5)
+    assert result.failure is None
+    assert len(attempts) == 2

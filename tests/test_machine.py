@@ -372,6 +372,7 @@ def test_a_cpu_build_and_a_missing_torch(monkeypatch):
     assert read_torch().version is None
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_a_real_kernel_is_jupyter():
     """A kernel started by jupyter_client, as nbclient and the browsers' servers do it."""
     ask = "import os, sys; from course_utils import machine as m; "

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tools import bootstrap
@@ -42,6 +43,7 @@ def test_there_are_lessons_and_each_is_a_pair():
     assert notebooks == sources
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_nbval_fails_on_what_is_wrong_and_on_nothing_else(tmp_path):
     """One notebook with all cases, because each run of pytest costs seconds; nbval goes on after a failed cell."""
     other = [new_output("stream", name="stdout", text="another\n")]

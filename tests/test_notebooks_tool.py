@@ -463,6 +463,7 @@ def test_attachments_stay(course):
 # Stored outputs
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_outputs_runs_the_lesson_and_stores_the_tagged_cells_only(course):
     path = course / f"notebooks/{FIRST}.py"
     text = path.read_text().replace("# !nvidia-smi\n", "print('not stored')\n")
@@ -484,6 +485,7 @@ def test_outputs_runs_the_lesson_and_stores_the_tagged_cells_only(course):
     }
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_outputs_says_which_cell_failed_and_stores_nothing(course, capsys):
     before = load(course)
     (course / "course_utils/setup.py").write_text(

@@ -99,6 +99,7 @@ def test_in_a_notebook_it_is_an_image_with_alt_text_and_in_a_terminal_the_text()
     assert base64.b64decode(encoded).startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_in_a_real_kernel_a_figure_is_shown_once():
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     start = f"%matplotlib inline\nfrom course_utils.plots import figure, show\nfig, ax = figure({ALT!r})"

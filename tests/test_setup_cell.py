@@ -364,6 +364,7 @@ def clone_of_course(machine: Machine, dependencies: str = "dependencies = []") -
     return clone
 
 
+@pytest.mark.usefixtures("one_kernel")
 def test_in_a_real_kernel(machine, monkeypatch):
     kernels = machine.root / "jupyter" / "kernels" / "learner"
     kernels.mkdir(parents=True)

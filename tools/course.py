@@ -32,6 +32,7 @@ EXPLAINED_TAG = "explains-warning"
 OUTCOMES = ("passed", "not yet", "not attempted", "error")
 
 _KERNEL = "course-this-python"
+_START = "the start of the kernel"
 # A tqdm bar: "41%|####  | 41/100 [00:03<00:04, 13.2it/s]", or "41it [00:03, 13.2it/s]" when the length is unknown.
 _PROGRESS = re.compile(r"\d+%\||\[(\d+:)?\d+:\d\d[<,]")
 _WARNING = re.compile(r"\b\w*Warning: ")
@@ -88,11 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_lesson(path: Path, cell_timeout_s: int) -> tuple[Result, nbformat.NotebookNode]:
-    """Execute one notebook; returns what came of it, and the notebook with its outputs. Nothing is saved."""
+    """Execute one notebook; returns what came of it, and the notebook with its outputs. Nothing is saved.
+
+    A kernel that dies before its first cell is started once more: another program may have taken one of its ports.
+    """
+    result, notebook = _run_once(path, cell_timeout_s)
+    if result.failure and result.failure.startswith(_START):
+        result, notebook = _run_once(path, cell_timeout_s)
+    return result, notebook
+
+
+def _run_once(path: Path, cell_timeout_s: int) -> tuple[Result, nbformat.NotebookNode]:
     notebook = nbformat.read(path, as_version=4)
     started = time.monotonic()
     failure = None
-    last = "the start of the kernel"
+    last = _START
 
     def note(cell: nbformat.NotebookNode, cell_index: int) -> None:
         nonlocal last

@@ -141,6 +141,12 @@ def test_lesson_02_runs_draws_live_and_answers(lab: str, page: "sync_api.Page") 
 def run_all_cells(page: "sync_api.Page") -> None:
     """Choose it in the menu, again if the kernel was not yet listening: JupyterLab says idle a little too early."""
     for _ in range(5):
+        dialog = page.locator(".jp-Dialog")
+        if dialog.count():  # such as "the kernel is not ready": it would cover the menu
+            print("JupyterLab asked:", dialog.first.inner_text())
+            dialog.locator(".jp-mod-accept").first.click()
+        page.get_by_text("Python 3 (ipykernel) | Idle").first.wait_for(timeout=60_000)
+        page.wait_for_timeout(1_000)
         page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for(timeout=60_000)
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
