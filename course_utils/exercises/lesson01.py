@@ -103,7 +103,7 @@ class PretendGPU:
     *order* of things on a machine without a GPU, and its speed means nothing.
     """
 
-    def __init__(self, work_s: float = 0.004, first_s: float = 0.06) -> None:
+    def __init__(self, work_s: float = 0.004, first_s: float = 0.03) -> None:
         self.work_s = work_s
         self.calls = 0
         self._first_s = first_s
