@@ -96,11 +96,11 @@ class SmiReport:
     timed_out: bool = False
 
     def __repr__(self) -> str:
-        lines = [views.text_table(_HEADERS, _rows(self.gpus))] if self.gpus else []
+        lines = [views.text_table(GPU_HEADERS, gpu_rows(self.gpus))] if self.gpus else []
         return "\n".join([*lines, *self._sentences()])
 
     def _repr_html_(self) -> str:
-        table = views.html_table(_HEADERS, _rows(self.gpus)) if self.gpus else ""
+        table = views.html_table(GPU_HEADERS, gpu_rows(self.gpus)) if self.gpus else ""
         return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self._sentences())
 
     def _sentences(self) -> list[str]:
@@ -108,10 +108,11 @@ class SmiReport:
         return [*said, *(f"Left out: {problem}" for problem in self.problems)]
 
 
-_HEADERS = ("GPU", "name", "busy", "memory used", "memory total", "power", "temperature", "SM clock", "fan")
+GPU_HEADERS = ("GPU", "name", "busy", "memory used", "memory total", "power", "temperature", "SM clock", "fan")
 
 
-def _rows(gpus: Sequence[SmiGpu]) -> list[list[str]]:
+def gpu_rows(gpus: Sequence[SmiGpu]) -> list[list[str]]:
+    """One row of text a GPU, under GPU_HEADERS."""
     return [
         [
             views.number(gpu.index),

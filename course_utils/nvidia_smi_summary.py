@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from course_utils import views
-from course_utils.nvidia_smi_parse import MAX_GPUS, SmiGpu
+from course_utils.nvidia_smi_parse import GPU_HEADERS, MAX_GPUS, SmiGpu, gpu_rows
 from course_utils.nvidia_smi_text import clean_name, decode, explain, lines_of
 
 _MIB = 2**20
@@ -82,22 +82,12 @@ class SmiSummary:
         return "No process is listed."
 
 
-_HEADERS = ("GPU", "name", "busy", "memory used", "memory total", "power", "temperature")
+_COLUMNS = 7  # without the clock, which the summary table does not show, and the fan
+_HEADERS = GPU_HEADERS[:_COLUMNS]
 
 
 def _rows(summary: SmiSummary) -> list[list[str]]:
-    return [
-        [
-            views.number(gpu.index),
-            gpu.name or views.MISSING,
-            views.number(gpu.busy_percent, "%"),
-            views.mebibytes(gpu.used_bytes),
-            views.mebibytes(gpu.total_bytes),
-            views.number(gpu.power_w, "W"),
-            views.number(gpu.temperature_c, "°C"),
-        ]
-        for gpu in summary.gpus
-    ]
+    return [row[:_COLUMNS] for row in gpu_rows(summary.gpus)]
 
 
 def parse_summary(text: str | bytes) -> SmiSummary:

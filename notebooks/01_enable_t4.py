@@ -295,7 +295,7 @@ ax.legend()
 plots.show(fig)
 
 # %% [markdown]
-# On a GPU the left part of its line is flat. Below some size a product costs what it costs to ask for it: Python,
+# On a GPU expect the left part of its line to be flat. Below some size a product costs what it costs to ask for it: Python,
 # PyTorch and the driver prepare and *launch* one program on the GPU, however little there is to compute. Read that
 # price off your own plot. On a CPU both lines begin with the price of the call itself. A GPU needs large pieces of
 # work. Keeping it supplied with them is what this course is about.

@@ -242,7 +242,7 @@ plots.bars(right, list(rate), list(rate.values()), "G operations/s", title="Work
 plots.show(fig)
 
 # %% [markdown]
-# Both loads look alike in the left chart. The right one shows what was done. *Busy* is necessary and not
+# Expect both loads to look alike in the left chart. The right one shows what was done. *Busy* is necessary and not
 # sufficient: an idle GPU does nothing, and a busy one may do next to nothing.
 #
 # So this course never judges by busy % alone. Beside it stands **throughput**: samples per second. A good change raises
