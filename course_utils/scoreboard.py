@@ -16,6 +16,8 @@ from course_utils import views
 VERSION = 1  # of `Scoreboard.to_dict`
 _MOST_ROWS = 99
 _LONGEST_TEXT = 80
+_LONGEST_LABEL = 28  # characters in front of a bar
+_LONGEST_HEADING = 38
 
 
 @dataclass(frozen=True)
@@ -83,28 +85,33 @@ class Scoreboard:
         return row.samples_per_s / first.samples_per_s
 
     def draw(self) -> None:
-        """Draw throughput and busy % of every lesson; a single row is shown as a table."""
-        rows = self.rows
-        if len(rows) < 2:
+        """Draw throughput and busy % of every lesson, a panel for each device; a single row is shown as a table."""
+        if len(self._rows) < 2:
             from IPython.display import display
 
             display(self)  # type: ignore[no-untyped-call,unused-ignore]
             return
         from course_utils import plots
 
-        first, last = rows[0], rows[-1]
-        several = len({row.device for row in rows}) > 1
-        labels = [f"{row.lesson:02d} {row.title}" + (f" ({row.device})" if several else "") for row in rows]
-        figure, (left, right) = plots.figure(
-            f"Scoreboard: from {first.samples_per_s:,.1f} samples/s in lesson {first.lesson} "
-            f"to {last.samples_per_s:,.1f} samples/s in lesson {last.lesson}.",
-            rows=1,
-            columns=2,
-            height_in=1.4 + 0.45 * len(rows),
-        )
-        plots.bars(left, labels, [row.samples_per_s for row in rows], "samples/s", title="Throughput")
-        plots.bars(right, labels, [row.busy_percent for row in rows], "%", title="Busy")
-        right.set_yticklabels([])
+        by_device: dict[str, list[Row]] = {}
+        for row in self.rows:
+            by_device.setdefault(row.device, []).append(row)
+        heights = [0.5 * len(rows) + 1.2 for rows in by_device.values()]
+        alt = " ".join(self._told(device, rows) for device, rows in by_device.items())
+        figure, axes = plots.figure(f"Scoreboard. {alt}", len(by_device), columns=2, height_in=sum(heights))
+        axes[0].get_gridspec().set_height_ratios(heights)
+        for (device, rows), left, right in zip(by_device.items(), axes[::2], axes[1::2], strict=True):
+            labels = [self._label(row) for row in rows]
+            plots.bars(left, labels, [row.samples_per_s for row in rows], "")  # the axis has the unit: room for bars
+            plots.bars(right, labels, [row.busy_percent for row in rows], "%")
+            with plots.style():
+                left.set_title(_plain(device, _LONGEST_HEADING))  # above both panels
+                left.set_xlabel("throughput (samples/s)")
+                right.set_xlabel("busy (%)")
+                right.set_yticklabels([])
+                right.set_xlim(0, 115)  # the same for all devices
+                right.set_xticks([0, 50, 100])
+        figure.alt = f"Scoreboard. {alt}"  # instead of what the bars added: lesson by lesson, with the gain
         plots.show(figure)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,6 +140,23 @@ class Scoreboard:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def _label(self, row: Row) -> str:
+        gain = self.speedup(row)
+        title = _plain(f"{row.lesson:02d} {row.title}", _LONGEST_LABEL)
+        return f"{title}\n{gain:.1f} × the first" if gain else title
+
+    def _told(self, device: str, rows: list[Row]) -> str:
+        """What the picture shows of one device, for those who do not see it."""
+        sentences = []
+        for row in rows:
+            gain = self.speedup(row)
+            sentences.append(
+                f"{row.lesson:02d} {row.title}: {row.samples_per_s:,.1f} samples/s"
+                + (f", {gain:.1f} × the first" if gain else "")
+                + f", busy {views.number(row.busy_percent, '%')}"
+            )
+        return f"{device}: {'; '.join(sentences)}."
+
     def _cells(self) -> list[list[str]]:
         return [
             [
@@ -155,3 +179,9 @@ class Scoreboard:
 
 
 _HEADERS = ("lesson", "samples/s", "× first", "busy", "waiting for data", "peak memory", "device")
+
+
+def _plain(text: str, longest: int) -> str:
+    """Text for a picture: cut to `longest` characters, and a $ is a $, not the start of a formula."""
+    text = text if len(text) <= longest else text[: longest - 1] + "…"
+    return text.replace("$", r"\$")

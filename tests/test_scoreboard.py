@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import FrozenInstanceError, replace
@@ -103,11 +104,57 @@ def test_two_rows_are_drawn_and_one_is_shown(
     Scoreboard([FIRST]).draw()
     assert shown == [] and "nvidia_smi" in capsys.readouterr().out
     Scoreboard([FIRST, THIRD]).draw()
-    assert shown[0].alt.startswith("Scoreboard: from 60.0 samples/s in lesson 2 to 240.0 samples/s in lesson 3.")
-    assert [label.get_text() for label in shown[0].axes[0].get_yticklabels()] == ["02 nvidia_smi", "03 data_loading"]
+    assert shown[0].alt == (
+        "Scoreboard. Tesla T4: 02 nvidia_smi: 60.0 samples/s, busy 31 %; "
+        "03 data_loading: 240.0 samples/s, 4.0 × the first, busy 88 %."
+    )
+    assert _labels(shown[0].axes[0]) == ["02 nvidia_smi", "03 data_loading\n4.0 × the first"]
     assert plots.render(shown[0]).png.startswith(b"\x89PNG")
-    Scoreboard([FIRST, OTHER]).draw()  # a missing value, and two devices
-    assert [label.get_text() for label in shown[1].axes[0].get_yticklabels()] == [
-        "02 nvidia_smi (Tesla T4)",
-        "04 batch_size (CPU)",
+
+
+def _labels(ax: Any) -> list[str]:
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def test_each_device_has_a_panel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(plots, "show", shown.append)
+    Scoreboard([FIRST, OTHER, THIRD]).draw()  # lesson 4 ran elsewhere, and its busy % is missing
+    axes = shown[0].axes
+    assert [ax.get_title(loc="left") for ax in axes] == ["Tesla T4", "", "CPU", ""]
+    assert _labels(axes[0]) == ["02 nvidia_smi", "03 data_loading\n4.0 × the first"]
+    assert _labels(axes[2]) == ["04 batch_size"]
+    assert [bar.get_width() for bar in axes[2].patches] == [30.0] and not axes[3].patches
+    assert shown[0].alt.endswith(" CPU: 04 batch_size: 30.0 samples/s, busy n/a.")
+    assert axes[1].get_xlim() == axes[3].get_xlim() == (0, 115)
+    with plots.style():
+        shown[0].draw_without_rendering()
+    assert axes[0].bbox.height > 1.2 * axes[2].bbox.height  # two bars need more room than one
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ten_lessons_with_long_titles_fit(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(plots, "show", shown.append)
+    device = "NVIDIA RTX PRO 6000 Blackwell Workstation $ Edition, and what a driver may add to it"[:80]
+    title = "costs $\\frac$ of it, or $5 "
+    rows = [
+        Row(lesson, (title * 3)[:80], 10.0**lesson, 100.0, None, None, device[lesson % devices :])
+        for lesson in range(1, 11)
     ]
+    Scoreboard(rows).draw()
+    figure = shown[0]
+    plots.render(figure)  # a formula that cannot be parsed would raise here, and a layout that cannot fit would warn
+    with plots.style():
+        figure.draw_without_rendering()  # places everything at the figure's own size, for the measuring below
+    page = figure.bbox
+    for ax in figure.axes:
+        texts = [*ax.texts, ax.title, ax._left_title, *ax.get_yticklabels()]
+        for text in texts:
+            box = text.get_window_extent()
+            assert page.x0 - 1 <= box.x0 and box.x1 <= page.x1 + 1, text
+        labels = [label.get_window_extent() for label in ax.get_yticklabels() if label.get_text()]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(labels, 2))
+    throughput, busy = figure.axes[:2]
+    assert max(text.get_window_extent().x1 for text in throughput.texts) <= busy.get_window_extent().x0

@@ -15,9 +15,11 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Status = Literal["passed", "not yet", "not attempted", "error"]
+from course_utils.exercises.outcomes import NAME, Outcome, Status, outcomes, record
+
+__all__ = ["Answer", "Exercise", "Feedback", "NotYet", "Outcome", "Status", "outcomes"]
 
 # A symbol and a word beside the colour: the outcome is never told by colour alone.
 _LOOKS: dict[Status, tuple[str, str]] = {
@@ -94,15 +96,30 @@ class Answer:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `check_answer` gets the learner's function as an `Answer`; `reference` is the solution."""
+    """One exercise. `check_answer` gets the learner's function as an `Answer`; `reference` is the solution.
+
+    The name is lower case, of at most 24 characters: the progress code carries it. Another name raises ValueError.
+    """
 
     name: str
     hints: tuple[str, ...]
     reference: Callable[..., Any]
     check_answer: Callable[[Answer], str]
 
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"exercise name {self.name!r:.100}: use up to 24 of a-z, 0-9, _ and -, a letter first")
+
     def check(self, function: object) -> Feedback:
-        """Check the learner's `function`. Returns what was found and raises only what is the course's own fault."""
+        """Check the learner's `function`. Returns what was found and raises only what is the course's own fault.
+
+        The outcome also joins `outcomes()`, under the solution's lesson: "02.busier".
+        """
+        feedback = self._judge(function)
+        record(self.reference.__module__, self.name, feedback.status)
+        return feedback
+
+    def _judge(self, function: object) -> Feedback:
         expected = self.reference.__name__
         if function is ... or _is_stub(function):
             return self._not_attempted()

@@ -7,8 +7,8 @@ import random
 import torch
 
 from course_utils.exercises.engine import Answer, Exercise, NotYet
-from course_utils.views import number
-from course_utils.workload import Measurement, Recipe, train
+from course_utils.exercises.measured import judge_recipe
+from course_utils.workload import Measurement, Recipe
 
 # --- parse: nvidia-smi's CSV, with everything that a real machine puts into it ------------------------------------
 
@@ -120,12 +120,9 @@ traces_told_apart = Exercise(
 
 # --- busier: measured against the learner's own baseline ----------------------------------------------------------
 
-_SECONDS = 3.0  # of measured training a run; about 15 utilisation samples
-_ATTEMPTS = 2
 _FASTER = 1.05  # what noise alone does not bring
 _BUSIER = 1.05  # relative: a fast, starved GPU is busy for a few per cent of the time
 _BUSY_ENOUGH_PERCENT = 96.0
-_SAME_JOB = ("image_size", "steps", "samples")
 
 
 def busier_recipe() -> Recipe:
@@ -136,25 +133,12 @@ def busier_recipe() -> Recipe:
 
 
 def _check_busier(answer: Answer) -> str:
-    recipe = answer()
-    if not isinstance(recipe, Recipe):
-        raise NotYet(f"Return a recipe, such as Recipe(batch_size=32). It returned {recipe!r:.80}.")
-    if not recipe.changes():
-        raise NotYet("This is the naive recipe. Which knob would shorten the wait for data?")
-    other_job = [name for name in _SAME_JOB if name in recipe.changes()]
-    if other_job:
-        raise NotYet(
-            f"{' and '.join(other_job)} would change the job, not the way it is done: leave it at its default."
-        )
-    for attempt in range(1, _ATTEMPTS + 1):  # a "no" is measured again: another program may have been in the way
-        naive = train(Recipe(), seconds=_SECONDS, progress=False)
-        yours = train(recipe, seconds=_SECONDS, progress=False)
-        verdict = _compare(naive, yours)
-        if verdict is None:
-            return f"{_figures(naive, yours)} Busier and faster, measured in the same run."
-        if attempt == _ATTEMPTS:
-            raise NotYet(f"{_figures(naive, yours)} {verdict}")
-    raise AssertionError("the last attempt returns or raises")
+    return judge_recipe(
+        answer,
+        _compare,
+        question="Which knob would shorten the wait for data?",
+        praise="Busier and faster, measured in the same run.",
+    )
 
 
 def _compare(naive: Measurement, yours: Measurement) -> str | None:
@@ -168,15 +152,8 @@ def _compare(naive: Measurement, yours: Measurement) -> str | None:
     if busier:
         return "Busier, but not faster: busy with what? More workers than CPUs only take turns."
     if faster:
-        return f"Faster, but the device still waits for data {yours.data_wait_percent:.0f} % of the time: who loads it?"
+        return "Faster, but no busier: who loads the next batch while this one is computed?"
     return "Neither rose: look for the knob that loads the next batch while this one is computed."
-
-
-def _figures(naive: Measurement, yours: Measurement) -> str:
-    return (
-        f"Naive: {naive.samples_per_s:.0f} samples/s, busy {number(naive.busy_percent, '%')}. "
-        f"Yours: {yours.samples_per_s:.0f} samples/s, busy {number(yours.busy_percent, '%')} ({yours.busy_source})."
-    )
 
 
 busier = Exercise(
