@@ -2,7 +2,7 @@
 # on Windows without make: python tools/bootstrap.py lab
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test course check sync badges setup
+.PHONY: help lab test course check sync bench badges setup
 
 # The first Python that is new enough; else any, which then says that it is too old.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
@@ -39,6 +39,9 @@ check: ## lint, types, notebook policy, import contracts
 
 sync: ## write the notebooks anew from their .py sources
 	$(bootstrap) sync
+
+bench: ## measure our tools beside the others', in one run (ARGS="--only finders")
+	$(bootstrap) bench
 
 badges: ## write badges, links and setup cells anew (ARGS="owner/repository" publishes a fork)
 	$(bootstrap) badges

@@ -91,6 +91,33 @@ class Recipe:
     persistent_workers: Annotated[bool, Choice("keep the workers from one epoch to the next", _SWITCH)] = False
     pin_memory: Annotated[bool, Choice("put batches into page-locked memory; GPU only", _SWITCH)] = False
     non_blocking: Annotated[bool, Choice("do not wait for copies to the device", _SWITCH)] = False
+    decode: Annotated[
+        str,
+        Choice(
+            "read JPEG files in full, or smaller where enough pixels stay for image_size, or on the GPU",
+            ("full", "reduced", "gpu"),
+        ),
+    ] = "full"
+    cache: Annotated[
+        str,
+        Choice(
+            "decode anew each time, or once and keep uint8 images in RAM or on the device", ("none", "ram", "device")
+        ),
+    ] = "none"
+    augment: Annotated[
+        str,
+        Choice(
+            "crop, resize, flip and normalise sample by sample on the CPU, or batch by batch on the device",
+            ("sample", "batch"),
+        ),
+    ] = "sample"
+    transfer: Annotated[
+        str,
+        Choice(
+            "what is copied to the device: float32, or uint8 to be normalised there (as augment='batch' always does)",
+            ("float32", "uint8"),
+        ),
+    ] = "float32"
     precision: Annotated[str, Choice("automatic mixed precision, or float32 throughout", ("fp32", "amp"))] = "fp32"
     item_every: Annotated[int, Whole("read the loss with .item() every so many steps; 0: never", 0, 1_000_000)] = 1
     lr: Annotated[float, Positive("AdamW's learning rate")] = 1e-3
@@ -107,6 +134,26 @@ class Recipe:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} needs workers: set num_workers to 1 or more, or leave {name} out"
                 )
+        if self.augment == "batch":
+            object.__setattr__(self, "transfer", "uint8")
+        if conflict := self._conflict():
+            raise ValueError(conflict)
+
+    def _conflict(self) -> str:
+        """Which knobs contradict each other, and the cure; empty if none do."""
+        if self.decode == "gpu" and self.cache != "none":
+            return (
+                f"decode='gpu' decodes every batch anew, and cache={self.cache!r} keeps decoded images: leave one out"
+            )
+        for name, value in (("cache", "device"), ("decode", "gpu")):
+            if getattr(self, name) == value and self.augment == "sample":
+                return f"{name}={value!r} puts the images where the CPU's transforms cannot work: add augment='batch'"
+        if self.cache == "device" and self.num_workers:
+            return (
+                f"cache='device' leaves nothing to load, so num_workers={self.num_workers} would have no work: "
+                "set num_workers=0, and leave prefetch_factor and persistent_workers out"
+            )
+        return ""
 
     def but(self, **changes: Any) -> Recipe:
         """A copy with some knobs changed, checked like a new recipe."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,14 +22,26 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from course_utils import runtime
-from course_utils.images import Data, class_count, eval_transform, open_data, train_transform
+from course_utils.feed import open_feed
+from course_utils.images import (
+    IMAGE_SIZE,
+    MODEL_WIDTH,
+    Data,
+    class_count,
+    eval_transform,
+    open_data,
+    train_transform,
+)
 from course_utils.machine import usable_cpus
 from course_utils.monitor import Monitor
+from course_utils.preserve import rng_preserved
 from course_utils.recipe import Measurement, Positive, Recipe
 from course_utils.resnet import small_resnet
 from course_utils.watch import Watch, no_worker_advice
 
 __all__ = [
+    "IMAGE_SIZE",
+    "MODEL_WIDTH",
     "Measurement",
     "Recipe",
     "accuracy",
@@ -41,8 +53,6 @@ __all__ = [
 ]
 
 _WARMUP_STEPS = {"cpu": 2, "cuda": 10}
-_IMAGE_SIZE = {"cpu": 64, "cuda": 128}
-_WIDTH = {"cpu": 32, "cuda": 64}
 # A GPU run lasts long enough for a few dozen utilisation samples; NVML's own window is up to 1 s (nvmlUtilization_t).
 _SECONDS = {"cpu": 4.0, "cuda": 12.0}
 _SAMPLES = {"cpu": 640, "cuda": None}
@@ -57,12 +67,14 @@ def training_loop(
     recipe: Recipe,
     device: torch.device,
     watch: Watch,
+    to_float: Callable[[Any], torch.Tensor],
 ) -> None:
     """Train on every batch: copy, forward, loss, backward, optimizer step. `watch` counts."""
     dtype = low_precision(device)
     for images, labels in batches:
         images = images.to(device, non_blocking=recipe.non_blocking)
         labels = labels.to(device, non_blocking=recipe.non_blocking)
+        images = to_float(images)  # the image work that the recipe leaves to the device, if any
         with torch.autocast(device.type, dtype=dtype, enabled=recipe.precision == "amp"):
             loss = functional.cross_entropy(model(images), labels)
         optimizer.zero_grad(set_to_none=True)
@@ -88,12 +100,15 @@ def train(
 
     `data`: None for the course's photographs, or a folder of class folders, or a dataset of (image, class index) with
     `.classes` or `.targets`, such as your own `ImageFolder`. PIL images get the course's transform, tensors stay as
-    they are. `model`: None for a new `small_resnet`; yours is trained in place. `monitor`: None to start one for the
-    measured steps, a running `Monitor` to read that one (its live view is kept up to date), False for none.
+    they are; for `cache`, `augment="batch"` and `transfer="uint8"` they must be uint8, of any size. `model`: None for a
+    new `small_resnet`; yours is trained in place. `monitor`: None to start one for the measured steps, a running
+    `Monitor` to read that one (its live view is kept up to date), False for none.
 
     It stops at `recipe.steps`, at `recipe.samples` or after `seconds` of measured time, whichever comes first. With
     none of the three the device decides: a CPU takes 640 samples or 4 s, a GPU 12 s. On a CPU the same recipe gives the
     same losses step by step.
+
+    A cache is filled before the measured time begins; a note says how long that took. MemoryError if it does not fit.
 
     The random state of Python, NumPy and torch is put back afterwards. An interrupt ends the workers and passes
     through. ValueError for data, a device or seconds that will not do.
@@ -104,22 +119,23 @@ def train(
     if seconds is not None:
         seconds = Positive("how long to measure").checked("seconds", seconds)
     device = _usable(device)
-    recipe = recipe if recipe.image_size else recipe.but(image_size=_IMAGE_SIZE[device.type])
+    recipe = recipe if recipe.image_size else recipe.but(image_size=IMAGE_SIZE[device.type])
     samples = recipe.samples
     if recipe.steps is None and samples is None and seconds is None:
         samples, seconds = _SAMPLES[device.type], _SECONDS[device.type]
-    dataset = open_data(data, "train", train_transform(recipe.image_size or 0), progress)
+    with _own_random_state(recipe.seed, device):  # data that draws at random while it is cached has no say later
+        feed = open_feed(data, recipe, device, progress)
     watch = Watch(device, _WARMUP_STEPS[device.type], recipe.steps, samples, seconds, monitor, progress)
     with _own_random_state(recipe.seed, device), watch:
-        model = small_resnet(class_count(dataset), _WIDTH[device.type]) if model is None else model
+        model = small_resnet(class_count(feed.source), MODEL_WIDTH[device.type]) if model is None else model
         model.to(device).train()
         watch.watch_memory(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
         half = recipe.precision == "amp" and low_precision(device) is torch.float16
         scaler = torch.amp.GradScaler(device.type, enabled=half)  # only float16 needs its loss scaled
-        batches = watch.batches(_loader(dataset, recipe, device))
-        training_loop(model, batches, optimizer, scaler, recipe, device, watch)
-        return watch.measurement(recipe, _notes(recipe, device))
+        batches = watch.batches(_loader(feed.dataset, recipe, device, feed.collate))
+        training_loop(model, batches, optimizer, scaler, recipe, device, watch, feed.to_float)
+        return watch.measurement(recipe, (*_notes(recipe, device), *feed.notes))
 
 
 @torch.no_grad()
@@ -135,7 +151,7 @@ def accuracy(
     `data` as in `train`, whose "val" folder is read if it has one.
     """
     device = next(model.parameters()).device
-    dataset = open_data(data, "val", eval_transform(image_size or _IMAGE_SIZE.get(device.type, 64)), True)
+    dataset = open_data(data, "val", eval_transform(image_size or IMAGE_SIZE.get(device.type, 64)), True)
     was_training, right, seen = model.training, 0, 0
     model.eval()
     try:
@@ -152,16 +168,19 @@ def low_precision(device: torch.device) -> torch.dtype:
     return runtime.amp_dtype(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 
-def _loader(dataset: Dataset[Any], recipe: Recipe, device: torch.device) -> DataLoader[Any]:
+def _loader(
+    dataset: Dataset[Any], recipe: Recipe, device: torch.device, collate: Callable[[Any], Any] | None = None
+) -> DataLoader[Any]:
     with no_worker_advice():
         return DataLoader(
             dataset,
+            collate_fn=collate,
             batch_size=recipe.batch_size,
             shuffle=True,
             num_workers=recipe.num_workers,
             prefetch_factor=recipe.prefetch_factor,
             persistent_workers=recipe.persistent_workers,
-            pin_memory=recipe.pin_memory and device.type == "cuda",
+            pin_memory=recipe.pin_memory and device.type == "cuda" and recipe.cache != "device",
             generator=torch.Generator().manual_seed(recipe.seed),
         )
 
@@ -175,6 +194,8 @@ def _notes(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
         )
     if recipe.pin_memory and device.type != "cuda":
         notes.append("pin_memory was left off: page-locked memory only speeds up copies to a GPU")
+    elif recipe.pin_memory and recipe.cache == "device":
+        notes.append("pin_memory was left off: the images are on the GPU already")
     if recipe.precision == "amp" and device.type == "cpu":
         # Measured: 20 times slower than float32 on an AMD EPYC with AVX2 only (torch 2.14.1, November 2026).
         notes.append(
@@ -185,7 +206,7 @@ def _notes(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
 
 def _usable(device: torch.device | str | None) -> torch.device:
     device = runtime.pick_device() if device is None else torch.device(device)
-    if device.type not in _IMAGE_SIZE:
+    if device.type not in IMAGE_SIZE:
         raise ValueError(f"device={str(device)!r} cannot be measured here: give 'cpu' or 'cuda', or leave it out")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -197,21 +218,14 @@ def _usable(device: torch.device | str | None) -> torch.device:
 @contextmanager
 def _own_random_state(seed: int, device: torch.device) -> Iterator[None]:
     """Seed Python, NumPy and torch for the block, then put back what they were."""
-    on_gpu = device.type == "cuda"
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state(device) if on_gpu else None
-    try:
+    if device.type == "cuda":
+        torch.cuda.init()  # what has not begun cannot be preserved
+    with rng_preserved():
         random.seed(seed)
         np.random.seed(seed)
         # Not torch.manual_seed: that would also reseed every GPU.
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu, device)

@@ -102,12 +102,13 @@ import numpy as np
 import psutil
 import torch
 
-from course_utils import monitor, nvidia_smi, plots, runtime, scoreboard, timing, workload
+from course_utils import monitor, nvidia_smi, plots, progress, runtime, timing, workload
 from course_utils.exercises import lesson02
 from course_utils.photos import prepare_photos
 from course_utils.views import number
 from course_utils.visible_devices import visible_nvml_indices
 
+my_progress = progress.resume("")  # the code from the end of lesson 01, between the quotes
 machine = runtime.describe_runtime()
 device = runtime.pick_device()
 on_gpu = device.type == "cuda"
@@ -415,9 +416,8 @@ print(f"loss: {naive.loss_start:.2f} → {naive.loss_end:.2f}")
 # Every lesson adds one row for the same job. Throughput is what counts, the rest explains it.
 
 # %%
-board = scoreboard.Scoreboard()
-board.add(naive.as_row(2, "nvidia_smi, naive recipe"))
-board
+my_progress.add(naive.as_row(2, "nvidia_smi, naive recipe"))
+my_progress.board
 
 # %% [markdown]
 # ## 8. Myths
@@ -500,12 +500,23 @@ lesson02.busier.check(busier_recipe)
 lesson02.busier.panel()
 
 # %% [markdown]
+# ## Your progress code
+#
+# Copy it: lesson 03 asks for it, and goes on with your scoreboard.
+
+# %%
+my_progress.show()
+
+# %% [markdown]
 # ## Key points
 #
 # - GPU-Util is *when*, not *how much*: the share of time in which at least one kernel ran.
 # - Judge by throughput; use busy % and data-wait % to find out where the time goes.
 # - Look at a series, never at one glance. `with Monitor() as m:` goes around any code.
 # - Memory used = tensors + PyTorch's cache + context + others. Missing values are `None`, not 0.
+#
+# **Next lesson**: 03 · Feed the GPU
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your__account/gpu-utilisation-course/blob/main/notebooks/03_data_loading.ipynb)
 #
 # ## Further reading
 #

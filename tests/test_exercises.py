@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_utils.exercises import lesson01, lesson02
+from course_utils.exercises import lesson01, lesson02, lesson03, lesson04
+from course_utils.exercises import measured as measured_exercises
 from course_utils.exercises.engine import Exercise, Feedback, NotYet
 from course_utils.workload import Measurement, Recipe
 
-LESSONS = {1: lesson01, 2: lesson02}
+LESSONS = {1: lesson01, 2: lesson02, 3: lesson03, 4: lesson04}
 EXERCISES = {
     f"{number:02}-{exercise.name}": exercise
     for number, lesson in LESSONS.items()
@@ -380,7 +381,7 @@ def runs(monkeypatch):
         trained.append(recipe)
         return planned.pop(0)
 
-    monkeypatch.setattr(lesson02, "train", fake_train)
+    monkeypatch.setattr(measured_exercises, "train", fake_train)
     return planned, trained
 
 
@@ -404,7 +405,7 @@ def test_recipes_that_are_no_answer_are_told_without_training(runs, given, messa
     ("yours", "message"),
     [
         (measured(90, 99), "Busier, but not faster"),
-        (measured(130, 80, 25), "still waits for data 25 % of the time"),
+        (measured(130, 80, 25), "Faster, but no busier"),
         (measured(100, 80), "Neither rose"),
     ],
 )
@@ -415,7 +416,7 @@ def test_no_gain_is_measured_twice_and_told(runs, yours, message) -> None:
     feedback = lesson02.busier.check(lambda: mine)
     assert feedback.status == "not yet"
     assert message in feedback.message
-    assert "Naive: 100 samples/s, busy 80 %." in feedback.message
+    assert "Naive: 100 samples/s, busy 80 %, waiting for data 40 %." in feedback.message
     assert trained == [Recipe(), mine, Recipe(), mine]
 
 
@@ -445,3 +446,233 @@ def test_the_made_up_traces_are_what_their_alt_text_says() -> None:
         low, high, least, most = map(float, words.groups())
         assert low <= limits[letter][0] and limits[letter][1] <= high
         assert least <= limits[letter][2] and limits[letter][3] <= most
+
+
+# --- lesson 03 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda n, channels, height, width, dtype: n * channels * height * width, "is the number of elements"),
+        (lambda n, channels, height, width, dtype: 4 * n * channels * height * width, "not every dtype has 4 bytes"),
+        (lambda n, channels, height, width, dtype: n * channels * height * dtype.itemsize, "it should be 786,432"),
+        (
+            lambda n, channels, height, width, dtype: (
+                lesson03.batch_bytes(n, channels, height, width, dtype) / (2**20 if n == 64 else 1)
+            ),
+            "looks like MiB",
+        ),
+        (lambda n, channels, height, width, dtype: "786432", "Return a number"),
+        (lambda n, channels, height, width, dtype: True, "Return a number"),
+    ],
+)
+def test_bytes_mistakes(wrong, message) -> None:
+    feedback = lesson03.bytes_of_a_batch.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def everything(samples, info):
+    return list(samples)
+
+
+def even_blocks(samples, info):
+    size = len(samples) // info.num_workers
+    return list(samples[info.id * size : (info.id + 1) * size])
+
+
+def lazy_last(samples, info):
+    return list(samples) if info.id == 0 else []
+
+
+def invented(samples, info):
+    return [*samples[info.id :: info.num_workers], f"extra of {info.id}"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "message"),
+    [
+        (everything, "not yet", "come more than once: 16 in all"),
+        (even_blocks, "not yet", "With 9 samples and 2 workers, nobody yields 'sample 8'"),
+        (lazy_last, "not yet", "one worker does most of it"),
+        (invented, "not yet", "never there"),
+        (lambda samples, info: samples[info.id :: info.num_workers], "error", "Something is None there"),
+        (lambda samples, info: iter(samples), "not yet", "Return a list"),
+        (lambda samples, info: [] if info is None else lesson03.my_share(samples, info), "not yet", "Without workers"),
+    ],
+)
+def test_share_mistakes(wrong, status, message) -> None:
+    feedback = lesson03.share.check(wrong)
+    assert feedback.status == status
+    assert message in feedback.message
+
+
+def test_a_recipe_that_changes_the_batch_size_is_not_lesson_03s(runs) -> None:
+    feedback = lesson03.fed.check(lambda: Recipe(batch_size=64, precision="amp"))
+    assert feedback.status == "not yet"
+    assert "batch_size and precision would change the job" in feedback.message
+    assert runs[1] == []
+
+
+@pytest.mark.parametrize(
+    ("yours", "message"),
+    [
+        (measured(110, 80, 10), "the work moved, it did not shrink"),
+        (measured(130, 80, 30), "It still waits"),
+        (measured(90, 80, 40), "It still waits"),
+    ],
+)
+def test_what_is_not_fed_is_told(runs, yours, message) -> None:
+    runs[0].extend([measured(100, 80, 40), yours] * 2)
+    feedback = lesson03.fed.check(lambda: Recipe(num_workers=1))
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        [measured(100, 80, 40), measured(116, 80, 19)],
+        [measured(100, 80, 4), measured(116, 80, 4)],  # there was no wait to halve
+        [measured(100, 80, 40), measured(100, 80, 40), measured(100, 80, 40), measured(116, 80, 19)],  # spoilt once
+    ],
+)
+def test_what_is_fed_passes(runs, planned) -> None:
+    runs[0].extend(planned)
+    assert lesson03.fed.check(lambda: Recipe(num_workers=1)).status == "passed"
+
+
+def test_the_traps_of_lesson_03_are_real_and_the_cure_cures() -> None:
+    from torch.utils.data import DataLoader
+
+    def pairs(**keywords):
+        return torch.cat(list(DataLoader(lesson03.Lottery(), batch_size=2, num_workers=2, **keywords))).view(-1, 2)
+
+    stream = sorted(int(value) for value in DataLoader(lesson03.Numbers(), batch_size=None, num_workers=2))
+    assert stream == sorted([*range(8), *range(8)])
+    copied, mended = pairs(), pairs(worker_init_fn=lesson03.fresh_generator)
+    assert copied[0].equal(copied[1]) and copied[2].equal(copied[3])
+    assert not mended[0].equal(mended[1])
+
+
+# --- lesson 04 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda fixed, each, memory, headroom: (memory * (1 - headroom) - fixed) / each, "a whole number"),
+        (lambda fixed, each, memory, headroom: int((memory - fixed) // each), "With a tenth free"),
+        (lambda fixed, each, memory, headroom: int((memory * (1 - headroom) - fixed) // each), "no negative batch"),
+        (lambda fixed, each, memory, headroom: int(memory * (1 - headroom) // each), "That needs 1,100 bytes"),
+        (lambda fixed, each, memory, headroom: 1, "more would fit"),
+    ],
+)
+def test_fits_mistakes(wrong, message) -> None:
+    def largest_batch(fixed_bytes, per_sample_bytes, memory_bytes, headroom):
+        return wrong(fixed_bytes, per_sample_bytes, memory_bytes, headroom)
+
+    feedback = lesson04.fits.check(largest_batch)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def accumulate_with(loss_of, *, zero=True, step_each=False, size=None, result=None):
+    """A learner's accumulated step with one thing wrong."""
+
+    def accumulated_step(model, optimizer, images, labels, micro_size):
+        if zero:
+            optimizer.zero_grad()
+        total = 0.0
+        for piece, targets in zip(images.split(size or micro_size), labels.split(size or micro_size), strict=True):
+            loss = loss_of(model(piece), targets, len(images), micro_size)
+            loss.backward()
+            total += loss.item()
+            if step_each:
+                optimizer.step()
+        if not step_each:
+            optimizer.step()
+        return total if result is None else result
+
+    return accumulated_step
+
+
+def right_loss(output, targets, count, micro_size):
+    return torch.nn.functional.cross_entropy(output, targets, reduction="sum") / count
+
+
+def mean_of_means(output, targets, count, micro_size):
+    return torch.nn.functional.cross_entropy(output, targets) / -(-count // micro_size)
+
+
+def undivided_loss(output, targets, count, micro_size):
+    return torch.nn.functional.cross_entropy(output, targets)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (accumulate_with(mean_of_means), "a mean of means gives its samples too much weight"),
+        (accumulate_with(undivided_loss), "count with its share"),
+        (accumulate_with(right_loss, zero=False), "Are old gradients cleared first"),
+        (accumulate_with(right_loss, step_each=True), "optimizer.step() ran 3 times"),
+        (accumulate_with(right_loss, size=100), "each piece may hold 4 at most"),
+        (accumulate_with(right_loss, result=0.5), "Return the batch's mean loss as a float"),
+        (lambda model, optimizer, images, labels, micro_size: 0.0, "the model saw nothing"),
+    ],
+)
+def test_accumulate_mistakes(wrong, message) -> None:
+    feedback = lesson04.accumulate.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def test_a_right_accumulated_step_passes_and_changes_no_random_state() -> None:
+    before = torch.get_rng_state()
+    assert lesson04.accumulate.check(accumulate_with(right_loss)).status == "passed"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("given", [16.0, 0, -8, 5000, True, "16"])
+def test_what_is_no_batch_size_is_told(given, monkeypatch) -> None:
+    monkeypatch.setattr(lesson04, "make_trial", lambda: lambda batch_size: None)
+    feedback = lesson04.knee.check(lambda trial: given)
+    assert feedback.status == "not yet"
+    assert "a whole number from 1 to 4096" in feedback.message
+
+
+def saturating(batch_size):
+    """Samples per second of a device that is full at 32."""
+    return 10.0 * min(batch_size, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "message"),
+    [
+        (8, "not yet", "the curve is still rising"),
+        (128, "not yet", "64 is as fast"),
+        (32, "passed", "32: 320"),
+        (1, "not yet", "4 is 4.00 times as fast"),
+    ],
+)
+def test_the_knee_is_judged_by_its_neighbours(given, status, message, monkeypatch) -> None:
+    monkeypatch.setattr(
+        lesson04,
+        "_rates",
+        lambda trial, size: {n: saturating(n) for n in sorted({max(1, size // 2), size, 2 * size, 4 * size})},
+    )
+    feedback = lesson04.knee.check(lambda trial: given)
+    assert feedback.status == status, feedback
+    assert message in feedback.message
+
+
+def test_a_size_that_does_not_fit_is_told(monkeypatch) -> None:
+    def trial(batch_size):
+        if batch_size > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(lesson04, "make_trial", lambda: trial)
+    feedback = lesson04.knee.check(lambda trial: 64)
+    assert feedback.status == "not yet"
+    assert "64 does not fit into this device's memory" in feedback.message

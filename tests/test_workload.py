@@ -151,6 +151,12 @@ def test_every_knob_has_a_meaning_and_a_default_that_it_takes() -> None:
         ("pin_memory", "yes"),
         ("pin_memory", None),
         ("non_blocking", 0),
+        ("cache", "disk"),
+        ("cache", None),
+        ("cache", True),
+        ("augment", "gpu"),
+        ("transfer", torch.uint8),
+        ("decode", False),
         ("precision", "fp16"),
         ("precision", True),
         ("precision", None),
@@ -188,6 +194,36 @@ def test_workers_options_without_workers_say_the_cure(knob: dict[str, Any]) -> N
     with pytest.raises(ValueError, match=f"^{next(iter(knob))}=.* needs workers: set num_workers to 1 or more"):
         Recipe(**knob)
     assert Recipe(num_workers=1, **knob).num_workers == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs_given", "said"),
+    [
+        ({"cache": "device"}, "^cache='device' puts the images where .*: add augment='batch'$"),
+        ({"decode": "gpu"}, "^decode='gpu' puts the images where .*: add augment='batch'$"),
+        (
+            {"cache": "device", "augment": "batch", "num_workers": 2},
+            "^cache='device' leaves nothing .*: set num_workers=0",
+        ),
+        (
+            {"cache": "ram", "augment": "batch", "decode": "gpu"},
+            "^decode='gpu' decodes every batch anew.*: leave one out$",
+        ),
+        ({"cache": "device", "augment": "batch", "decode": "gpu"}, "^decode='gpu' decodes every batch anew"),
+    ],
+)
+def test_knobs_that_contradict_each_other_say_the_cure(knobs_given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        Recipe(**knobs_given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_for_the_device_is_sent_as_uint8() -> None:
+    recipe = Recipe(augment="batch")
+    assert recipe.changes() == {"augment": "batch", "transfer": "uint8"} and eval(repr(recipe)) == recipe
+    naive = Recipe()
+    assert (naive.cache, naive.augment, naive.transfer, naive.decode) == ("none", "sample", "float32", "full")
+    assert Recipe(cache="ram", num_workers=2, decode="reduced").transfer == "float32"
 
 
 # What train counts
@@ -277,6 +313,102 @@ def test_losses_repeat_for_a_seed(photos: PhotoSet) -> None:
     assert first.loss_start != other.loss_start
     two = TINY.but(num_workers=2, prefetch_factor=1)
     assert run(two, data=photos).loss_end == run(two, data=photos).loss_end
+
+
+def test_less_cpu_work_leaves_the_losses_as_they_are(photos: PhotoSet) -> None:
+    def losses(**changes: Any) -> tuple[float, float]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = small_resnet(10, width=8)
+        result = run(TINY.but(batch_size=8, **changes), data=photos, model=model)
+        return result.loss_start, result.loss_end
+
+    naive = losses()
+    assert losses(cache="ram") == losses(transfer="uint8") == losses(cache="ram", transfer="uint8") == naive
+    on_the_device = losses(augment="batch")
+    assert on_the_device == losses(cache="ram", augment="batch") == losses(cache="device", augment="batch") != naive
+    # Workers draw nothing for it either, so they change nothing.
+    assert (
+        losses(cache="ram", augment="batch", num_workers=2) == losses(augment="batch", num_workers=1) == on_the_device
+    )
+    assert losses(augment="batch", seed=1) != on_the_device
+
+
+class Slow(Dataset[Any]):
+    """PIL images that draw at random while they are read; each takes `delay_s`."""
+
+    classes = ("a", "b")
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        random.random(), np.random.rand(), torch.rand(1)
+        time.sleep(self.delay_s)
+        return Image.new("RGB", (70, 60), (9 * index, 100, 200)), index % 2
+
+
+def test_what_is_decoded_once_is_not_timed_but_told() -> None:
+    recipe = Recipe(batch_size=8, image_size=48, steps=4)
+    anew, cached = (run(recipe.but(cache=cache), data=Slow(0.02), model=Probe()) for cache in ("none", "ram"))
+    assert anew.data_wait_s > 4 * 8 * 0.02 > 2 * cached.data_wait_s
+    [note] = cached.notes
+    assert note.startswith("cache='ram' holds 24 decoded images in 0 MiB of RAM; decoding them once took ")
+    seconds = float(note.split("took ")[1].split(" s ")[0])
+    assert seconds >= 0.4 and "before the measuring, which the throughput leaves out" in note and anew.notes == ()
+    assert note in repr(cached)
+
+
+@pytest.mark.parametrize("cache", ["none", "ram", "device"])
+def test_the_random_state_is_put_back_whoever_draws(cache: str) -> None:
+    def states() -> list[Any]:
+        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
+
+    recipe = Recipe(batch_size=8, image_size=48, steps=2, cache=cache, augment="batch")
+    failing, before = Probe(fail_at=2, error=RuntimeError("full")), states()
+    losses = {run(recipe, data=Slow()).loss_end for _ in range(2)}
+    assert states() == before and len(losses) == 1
+    with pytest.raises(RuntimeError, match="full"):
+        run(recipe, data=Slow(), model=failing)
+    assert states() == before
+
+
+def test_an_interrupted_cache_passes_on_the_interrupt(photos: PhotoSet) -> None:
+    class Interrupted(Slow):
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            if index == 5:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    before, threads = torch.get_rng_state(), threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run(Recipe(cache="ram"), data=Interrupted(), progress=True)
+    assert torch.equal(torch.get_rng_state(), before) and threading.active_count() <= threads + 1
+
+
+def test_a_cache_on_the_device_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(cache="device", augment="batch", pin_memory=True)
+    gpu = torch.device("cuda")
+    assert not workload._loader(Tensors(), recipe, gpu).pin_memory  # type: ignore[arg-type]
+    assert workload._loader(Tensors(), recipe.but(cache="ram"), gpu).pin_memory  # type: ignore[arg-type]
+    assert "pin_memory was left off: the images are on the GPU already" in workload._notes(recipe, gpu)
+    assert workload._notes(recipe.but(cache="ram"), gpu) == ()
+
+
+def test_the_knobs_for_less_cpu_warn_of_nothing_on_a_cpu(photos: PhotoSet) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for recipe in (
+            TINY.but(transfer="uint8", num_workers=1),
+            TINY.but(augment="batch", decode="reduced"),
+            TINY.but(cache="device", augment="batch", pin_memory=True, non_blocking=True),
+        ):
+            assert run(recipe, data=photos).samples == 40
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU, and this run is on the CPU"):
+        run(TINY.but(decode="gpu", augment="batch"), data=photos)
 
 
 def test_the_random_state_is_put_back(photos: PhotoSet) -> None:

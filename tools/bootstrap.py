@@ -28,7 +28,7 @@ from tools import images, install
 
 FIRST_LESSON = "notebooks/01_enable_t4.ipynb"
 CELL_TIMEOUT_S = 180
-SOURCES = ("course_utils", "tools")
+SOURCES = ("course_utils", "tools", "bench")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _run(command: str, chosen: Sequence[images.Image], passed_on: Sequence[str])
     if command == "test":
         print()
         return _run_together(_policy(image)) | _run_in_turn(test_steps(chosen, passed_on))
-    tool = {"sync": ["tools.notebooks", "update"], "badges": ["tools.publish"], "course": ["tools.course"]}[command]
+    tool = {"sync": ["tools.notebooks", "update"], "badges": ["tools.publish"], "course": ["tools.course"], "bench": ["bench"]}[command]
     return _run_in_turn([Step(image, command, ["-m", *tool, *passed_on]) for image in chosen])
 
 
@@ -222,8 +222,8 @@ def _has_display() -> bool:
 
 
 def _image_names(command: str, image: str) -> list[str]:
-    if command in ("check", "sync", "badges"):
-        return ["local"]  # the other image has no linters, and the files come out the same
+    if command in ("check", "sync", "badges", "bench"):
+        return ["local"]  # the other image has no linters and no peers to measure, and the files come out the same
     if image:
         return [image]
     return ["local", "colab"] if command in ("test", "setup") else ["local"]
@@ -237,7 +237,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Sets up the course's environment once, then runs a command in it.",
         epilog="What follows -- is passed on to the tool. The variables IMAGE, TORCH, PORT and ARGS mean the same.",
     )
-    parser.add_argument("command", choices=["lab", "test", "course", "check", "sync", "badges", "setup"])
+    parser.add_argument("command", choices=["lab", "test", "course", "check", "sync", "bench", "badges", "setup"])
     parser.add_argument("--image", choices=["local", "colab"], default=os.environ.get("IMAGE", ""))
     parser.add_argument("--torch", metavar="cpu|cuda", default=os.environ.get("TORCH", ""))
     parser.add_argument("--port", default=os.environ.get("PORT", ""))

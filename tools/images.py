@@ -38,7 +38,7 @@ class Image:
 
 
 IMAGES = {
-    "local": Image("local", ".venv", "the newest versions", ("lab", "test", "dev")),
+    "local": Image("local", ".venv", "the newest versions", ("lab", "test", "dev", "bench")),
     "colab": Image("colab", ".venv-colab", "Colab's exact versions", ("test",), "tests/colab/constraints.txt"),
 }
 
