@@ -31,7 +31,7 @@
 #
 # After this lesson you can
 #
-# - say what shape a batch has, how many bytes it moves, and what halves them;
+# - say what shape a batch has, how many bytes it moves, and what cuts them to a quarter;
 # - measure the share of a step in which the device waits for its batch, and the ceiling that no loader can pass;
 # - set workers, prefetching, pinning and persistence by measurement, one at a time;
 # - name the stages of the work behind one image, and do each of them less often, in fewer bytes, or elsewhere.
@@ -98,6 +98,7 @@ _setup()
 # lesson 02 between the quotes. Without one you begin with an empty board: nothing is lost.
 
 # %%
+import inspect
 import time
 from io import BytesIO
 from pathlib import Path
@@ -105,15 +106,16 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from course_utils import fast_images, loading, plots, progress, runtime, timing, workload
 from course_utils.exercises import lesson03
 from course_utils.photos import prepare_photos
-from course_utils.views import mebibytes, number
+from course_utils.views import mebibytes
 
+# %%
 my_progress = progress.resume("")  # your code between the quotes
 machine = runtime.describe_runtime()
 device = runtime.pick_device()
@@ -171,13 +173,15 @@ plots.show(fig)
 # - Colour costs three channels instead of one: 3 × the bytes to move, and the first layer reads three planes. Everything
 #   behind the first layer stays as it was.
 # - float32 takes 4 bytes for a number that had 256 values: 1 byte, `uint8`, is enough until the GPU has it.
-# - The file is small because the CPU must work to open it. **A JPEG trades disk space for CPU time, in every epoch.**
+# - The file is small, and the CPU pays for that each time it opens it: **a JPEG trades disk space for CPU time, in every
+#   epoch.**
 #
 # What one training batch of this recipe moves to the device:
 
 # %%
 batch = torch.empty(naive.recipe.batch_size, 3, image_size, image_size)
-print(f"(N, C, H, W) = {tuple(batch.shape)}: float32 {mebibytes(batch.nbytes)}, uint8 {batch.nbytes / 4 / 2**20:.2f} MiB")
+print(f"(N, C, H, W) = {tuple(batch.shape)}")
+print(f"float32: {batch.nbytes / 2**20:.2f} MiB, uint8: {batch.nbytes / 4 / 2**20:.2f} MiB")
 print(f"an epoch of {len(files)} images: {mebibytes(batch.nbytes / len(batch) * len(files))} in float32")
 
 # %% [markdown]
@@ -201,6 +205,7 @@ def make_step():
     return step
 
 
+# %%
 dataset = ImageFolder(photos.train, transform=workload.train_transform(image_size))
 
 
@@ -250,18 +255,16 @@ before
 # | `num_workers` | other processes fetch and transform while this one trains | their start, their memory, your CPUs |
 # | `prefetch_factor` | batches that each worker keeps ready | memory: workers × factor × batch |
 # | `persistent_workers` | workers live on after an epoch | their memory |
-# | `pin_memory` | batches lie in page-locked memory, from which the GPU copies by itself; with `non_blocking=True` the CPU does not wait for that | locked memory; only with a GPU |
+# | `pin_memory` | batches lie in page-locked memory (the system may not move it), from which the GPU copies by itself; with `non_blocking=True` the CPU does not wait for that | locked memory; only with a GPU |
 #
 # `loading.loader_keywords` writes down a valid combination: with 0 workers, prefetching and persistence are errors.
 
 # %%
 my_guess_workers = 2  # which number of workers is best on this machine?
 
-settings = {
-    f"{count} workers" if count != 1 else "1 worker": loading.loader_keywords(count, device=device)
-    for count in sorted({0, 1, 2, machine.cpus})[:5]
-}
-settings[f"{2 * machine.cpus} workers, twice the CPUs"] = loading.loader_keywords(2 * machine.cpus, device=device)
+most = min(2 * machine.cpus, 8)
+counts = sorted({0, 1, 2, min(machine.cpus, 8), most})
+settings = {f"{count} workers": loading.loader_keywords(count, device=device) for count in counts}
 for name, keywords in settings.items():
     print(f"{name}: {keywords}")
 
@@ -269,13 +272,14 @@ for name, keywords in settings.items():
 waits = {}
 for name, keywords in settings.items():
     with loading.no_worker_advice():
-        waits[name] = loading.data_wait(step, make_loader(**keywords), device=device, budget_s=2)
+        waits[name] = loading.data_wait(step, make_loader(**keywords), device=device, budget_s=4 if on_gpu else 1.5)
 rates = {name: wait.samples_per_s for name, wait in waits.items()}
 best = max(rates, key=rates.get)
 print(f"fastest: {best}; you guessed {my_guess_workers} workers")
 
 # %%
-fig, (left, right) = plots.figure("Workers: throughput, and the share of the time spent waiting.", columns=2, width_in=12)
+alt = "Workers: throughput, and the share of the time spent waiting."
+fig, (left, right) = plots.figure(alt, columns=2, width_in=12)
 plots.bars(left, list(rates), list(rates.values()), "samples/s", title="Throughput")
 plots.bars(right, list(waits), [wait.wait_percent for wait in waits.values()], "%", title="Waiting for data")
 right.set_yticklabels([])
@@ -285,28 +289,59 @@ plots.show(fig)
 # More workers than CPUs take turns on the same cores. PyTorch warns of it (*our suggested max number of worker …*); that
 # number is an upper bound, not advice. `loading.no_worker_advice()` keeps that warning out of this comparison only.
 #
-# ### Prefetching, pinning, persistence
+# ### Prefetching and pinning
+#
+# **Predict first**: how much will a prefetch factor of 8 instead of 2 gain?
 
 # %%
-two = loading.loader_keywords(min(2, machine.cpus), device=device)
-variants = {
-    "as above": two,
-    "prefetch 8 batches": {**two, "prefetch_factor": 8},
-    "new workers each epoch": {**two, "persistent_workers": False},
-}
+my_guess_percent = 20
+
+two = loading.loader_keywords(2, device=device)
+variants = {"2 workers": two, "prefetch_factor=8": {**two, "prefetch_factor": 8}}
 if on_gpu:
-    variants["without pinning"] = {**two, "pin_memory": False}
+    variants["pin_memory=False"] = {**two, "pin_memory": False}
 else:
     print("Skipped: pin_memory. It would compare copies from pinned and from ordinary memory, which only a GPU makes.")
-for name, keywords in variants.items():
-    wait = loading.data_wait(step, make_loader(**keywords), device=device, budget_s=2)
-    print(f"{name:24} {wait.samples_per_s:7,.0f} samples/s, first batch after {number(1e3 * wait.first_batch_s, 'ms')}")
+with loading.no_worker_advice():
+    seen = {
+        name: loading.data_wait(step, make_loader(**keywords), device=device, budget_s=4 if on_gpu else 1.5)
+        for name, keywords in variants.items()
+    }
+gain = seen["prefetch_factor=8"].samples_per_s / seen["2 workers"].samples_per_s - 1
+print(f"prefetching 8: {100 * gain:+.0f} %; you guessed {my_guess_percent:+} %")
+
+# %%
+fig, ax = plots.figure("Two workers with one setting changed at a time.", height_in=2.6)
+spreads = [wait.samples_per_s * (wait.spread or 0) / 2 for wait in seen.values()]
+plots.bars(ax, list(seen), [wait.samples_per_s for wait in seen.values()], "samples/s", spreads)
+plots.show(fig)
 
 # %% [markdown]
-# - Prefetching smooths *uneven* batches. It cannot make the workers faster.
-# - Without persistence every epoch starts with a pause: new processes, empty queues. That is the *first batch* above.
-# - Workers are not always right. A data set that is in memory already has nothing for them to do but to send tensors
-#   from process to process:
+# The thin lines show the middle half of the steps: a difference inside them is noise. Prefetching smooths *uneven* batches.
+# It cannot make the workers faster.
+#
+# ### Persistence
+#
+# Without it every epoch starts with new processes and empty queues. **Predict first**: how long is that pause?
+
+# %%
+my_guess_ms = 10
+
+for keep in (True, False):
+    loader = DataLoader(Subset(dataset, range(64)), batch_size=16, **{**two, "persistent_workers": keep})
+    list(loader)  # the first epoch starts the workers
+    start = time.perf_counter()
+    next(iter(loader))
+    pause_ms = 1e3 * (time.perf_counter() - start)
+    print(f"persistent_workers={keep}: the second epoch's first batch after {pause_ms:.0f} ms")
+print("you guessed", my_guess_ms, "ms")
+
+# %% [markdown]
+# Each epoch pays that pause. In long epochs it does not count; in short ones it does.
+#
+# ### When workers only cost
+#
+# A data set that is in memory already leaves them nothing to do but to send tensors from process to process:
 
 # %%
 in_memory = TensorDataset(torch.randn(512, 3, 64, 64), torch.zeros(512, dtype=torch.int64))
@@ -315,27 +350,28 @@ for count in (0, 2):
     list(loader)  # the first epoch starts the workers
     took = timing.time_call(lambda: list(loader), repeats=3)
     print(f"{count} workers: {took.throughput(512):,.0f} samples/s")
-del loader
 
 # %% [markdown]
 # ### Overlap, drawn
 #
-# Each bar is a piece of time: waiting for the batch, or working on it. With workers, the next batch is made while this
-# one is used.
+# Each bar is a piece of time: waiting for the batch, or working on it. You do not see the workers, only what they leave to
+# wait for. They make the next batch while this one is used, so *waiting* shrinks.
 
 # %%
 before.draw()
 
 # %%
-waits[best].draw()
+waits["2 workers"].draw()
 
 # %% [markdown]
-# ## 5. Why two CPU threads cannot feed a T4
+# On a CPU runtime the *working* part grows at the same time: workers and training share the cores.
+#
+# ## 5. Can these CPUs feed the device?
 #
 # What does the CPU do for *one* image? **Predict first**: which stage costs most?
 
 # %%
-my_guess_stage = "to float32"
+my_guess_stage = "to float32, normalise"
 
 paths = [path for path, _ in files.samples[::10]]
 crop = v2.Compose([v2.RandomResizedCrop(image_size, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()])
@@ -345,6 +381,7 @@ encoded = [Path(path).read_bytes() for path in paths]
 decoded = [Image.open(BytesIO(data)).convert("RGB") for data in encoded]
 cropped = [crop(image) for image in decoded]
 tensors = [to_float(image) for image in cropped]
+# %%
 stages = {
     "read the file": lambda: [Path(path).read_bytes() for path in paths],
     "decode the JPEG": lambda: [Image.open(BytesIO(data)).convert("RGB") for data in encoded],
@@ -354,7 +391,10 @@ stages = {
 }
 
 # %%
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # a worker has one
 cost_ms = {name: 1e3 * timing.time_call(work).median_s / len(paths) for name, work in stages.items()}
+torch.set_num_threads(threads)
 per_cpu = 1e3 / sum(cost_ms.values())
 print(f"most expensive: {max(cost_ms, key=cost_ms.get)}; you guessed {my_guess_stage}")
 fig, ax = plots.figure("What one image costs the CPU, stage by stage.", height_in=3)
@@ -362,7 +402,7 @@ plots.bars(ax, list(cost_ms), list(cost_ms.values()), "ms", title="One image on 
 plots.show(fig)
 
 # %% [markdown]
-# Now the sum that decides whether workers can save you: how many CPUs would it take to feed this device?
+# Now the division that decides whether workers can save you: how many CPUs would it take to feed this device?
 
 # %%
 ceiling = before.ceiling_samples_per_s
@@ -370,8 +410,8 @@ print(f"one CPU prepares {per_cpu:,.0f} images/s; {machine.cpus} CPUs at most {m
 print(f"this device could train on {ceiling:,.0f} images/s: it needs {ceiling / per_cpu:.1f} CPUs that do nothing else")
 
 # %% [markdown]
-# A free Colab runtime has a T4 and two CPU threads, which share one core. Put its figures from your own run into the
-# same division. When it needs more CPUs than there are, **no number of workers will feed it**. What remains is to spend
+# Without a GPU the answer says little: the device is these CPUs, and its ceiling is low. The free Colab runtime is another
+# case: a T4, and two CPU threads that share one core. Run this cell there. When a device needs more CPUs than there are, **no number of workers will feed it**. What remains is to spend
 # less CPU on each image:
 #
 # | do it … | how | knob of the recipe |
@@ -391,7 +431,6 @@ print(f"this device could train on {ceiling:,.0f} images/s: it needs {ceiling / 
 # %%
 print(f"{len(files)} images × 3 × 256 × 256 bytes = {mebibytes(len(files) * 3 * 256 * 256)}")
 pixels = torch.stack([v2.functional.pil_to_tensor(image) for image, _ in files])  # (N, 3, 256, 256), uint8
-labels = torch.tensor(files.targets)
 pixels.shape, pixels.dtype, mebibytes(pixels.nbytes)
 
 # %% [markdown]
@@ -404,7 +443,7 @@ pixels.shape, pixels.dtype, mebibytes(pixels.nbytes)
 
 # %%
 chosen = torch.randint(len(pixels), (16,))
-raw = pixels[chosen].to(device)  # uint8 over the bus: a quarter of the bytes
+raw = pixels[chosen].to(device)  # uint8: a quarter of what the same images take in float32
 boxes = fast_images.random_boxes(len(raw), 256, 256, device=device)  # (N, 4): left, top, right, bottom
 crops = fast_images.crop_and_resize(raw, boxes, image_size)  # float32 (N, 3, image_size, image_size), 0 to 255
 mirrored = torch.rand(len(raw), 1, 1, 1, device=device) < 0.5
@@ -413,7 +452,8 @@ images = fast_images.normalize(crops)  # what the model sees
 print(tuple(raw.shape), raw.dtype, "→", tuple(images.shape), images.dtype)
 
 # %%
-fig, axes = plots.figure("Eight photographs above, and their random crops below.", rows=2, columns=8, width_in=12, height_in=3.4)
+alt = "Eight photographs above, and their random crops below."
+fig, axes = plots.figure(alt, rows=2, columns=8, width_in=12, height_in=3.4)
 for column in range(8):
     axes[column].imshow(raw[column].permute(1, 2, 0).cpu())
     axes[column + 8].imshow(crops[column].permute(1, 2, 0).byte().cpu())
@@ -432,48 +472,64 @@ def on_device():
 
 slow, fast = timing.time_call(on_cpu, device=device), timing.time_call(on_device, device=device)
 print(f"decode and augment, image by image: {1e3 * slow.median_s:.1f} ms a batch")
-print(f"from pixels, a batch at a time:     {1e3 * fast.median_s:.1f} ms a batch, {slow.median_s / fast.median_s:.1f} times as fast")
+print(f"from pixels, a batch at a time:     {1e3 * fast.median_s:.1f} ms a batch")
+print(f"{slow.median_s / fast.median_s:.1f} times as fast")
 
 # %% [markdown]
+# Add up the bytes before you call it a saving: a whole 256 × 256 photograph in uint8 is as large as its 128 × 128 crop in
+# float32. What this saves is CPU work. And on a CPU runtime the device *is* the CPU: the work moves from the wait to the
+# step, and pays only as far as it shrinks.
+#
 # ### In the training job
 #
-# The same job, one knob after the other. **Predict first**: which of them will win on your device?
+# The same job, one change after the other. **Predict first**: which of them will win on your device?
 
 # %%
 naive_recipe = workload.Recipe()
 recipes = {
     "naive": naive_recipe,
     "2 workers": naive_recipe.but(num_workers=2, persistent_workers=True, pin_memory=True, non_blocking=True),
+    "uint8 over the bus": naive_recipe.but(transfer="uint8"),
     "decode reduced": naive_recipe.but(decode="reduced"),
     "decode once": naive_recipe.but(cache="ram"),
     "augment on the device": naive_recipe.but(augment="batch"),
     "both": naive_recipe.but(cache="ram", augment="batch"),
     "all on the device": naive_recipe.but(cache="device", augment="batch"),
 }
+if on_gpu:
+    recipes["decode on the GPU"] = naive_recipe.but(decode="gpu", augment="batch")
+else:
+    print('Skipped: decode="gpu". With a GPU it would decode the JPEG files there, a batch at a time.')
+
+# %%
 my_guess_recipe = "2 workers"
 
-runs = {name: workload.train(recipe, seconds=3 if on_gpu else 1.5) for name, recipe in recipes.items()}
+runs = {name: workload.train(recipe, seconds=3 if on_gpu else 1.2) for name, recipe in recipes.items()}
 winner = max(runs, key=lambda name: runs[name].samples_per_s)
 print(f"fastest: {winner}; you guessed {my_guess_recipe}")
 
 # %%
-fig, (left, right) = plots.figure("The same job with less CPU work.", columns=2, width_in=12, height_in=4)
-plots.bars(left, list(runs), [run.samples_per_s for run in runs.values()], "samples/s", title="Throughput", emphasis=[winner])
+fig, (left, right) = plots.figure("The same job with less CPU work.", columns=2, width_in=12, height_in=4.4)
+rates = [run.samples_per_s for run in runs.values()]
+plots.bars(left, list(runs), rates, "samples/s", title="Throughput", emphasis=[winner])
 plots.bars(right, list(runs), [run.data_wait_percent for run in runs.values()], "%", title="Waiting for data")
 right.set_yticklabels([])
 plots.show(fig)
 
 # %%
-if on_gpu:
-    decoded = workload.train(naive_recipe.but(decode="gpu", augment="batch"), seconds=3)
-    print(f"decoding on the GPU: {decoded.samples_per_s:,.0f} samples/s")
-else:
-    print('Skipped: decode="gpu". With a GPU it would decode the JPEG files there, a batch at a time.')
+for name, run in runs.items():
+    for note in run.notes:
+        print(f"{name}: {note}")
 
 # %% [markdown]
-# Decoding once costs its time once, and memory for good: `notes` says how much. It fits when the data set does. Ten
-# thousand such photographs take 1.8 GiB. ImageNet does not fit; then `decode="reduced"`, smaller files, or GPU decoding
-# remain.
+# `decode="reduced"` halves the photographs while a small crop of them still has enough pixels: for 64-pixel images on a
+# CPU it does; for the GPU's 128 pixels it cannot, and equals the naive run. "All on the device" and "both" differ on a GPU
+# only: a CPU keeps both in the same RAM. Whether decoding on the GPU pays depends on the GPU: an A100 has a decoder of its own
+# for JPEG ([nvJPEG](https://developer.nvidia.com/nvjpeg)), elsewhere it competes with training for the same cores.
+#
+# Decoding once costs its time once, and memory for good: the notes say how much. It fits when the data set does. Ten
+# thousand such photographs take 1.8 GiB. ImageNet does not fit into the memory of Colab's machine; then smaller files,
+# `decode="reduced"` or the GPU's decoder remain.
 #
 # ## 7. Let it be measured
 #
@@ -486,13 +542,21 @@ tuned = loading.tune_loader(make_loader, make_step(), device=device, budget_s=8)
 tuned
 
 # %%
-print("DataLoader(dataset, batch_size=16, shuffle=True,", ", ".join(f"{k}={v!r}" for k, v in tuned.keywords.items()) + ")")
+settings = ", ".join(f"{name}={value!r}" for name, value in tuned.keywords.items())
+print(f"DataLoader(dataset, batch_size=16, shuffle=True, drop_last=True, {settings})")
 
 # %% [markdown]
 # ## 8. Traps
 #
 # Workers are separate processes. Each has a *copy* of the data set. Two faults follow from that, and neither raises
-# anything. `check_dataset` looks for them without starting a worker:
+# anything. Here are two data sets that have them. Find the faults before you run on.
+
+# %%
+print(inspect.getsource(lesson03.Numbers))
+print(inspect.getsource(lesson03.Lottery))
+
+# %% [markdown]
+# `check_dataset` looks for such faults without starting a worker:
 
 # %%
 for trap in (lesson03.Numbers(), lesson03.Lottery()):
@@ -513,12 +577,14 @@ print("with a generator for each worker:", [batch.tolist() for batch in mended])
 # [pytorch#56488](https://github.com/pytorch/pytorch/pull/56488): the old warning about `np.random` in `__getitem__` is
 # out of date. A generator of your own is not seeded for you.)
 #
-# Three more, which you meet on other systems:
+# Four more, which you meet in other places:
 #
 # - **A data set typed in a cell** cannot be found by a worker that starts afresh (`spawn` on Windows and macOS, `forkserver` on
 #   Linux from Python 3.14 on). Put the class into a `.py` file, or use 0 workers.
 # - **`/dev/shm` is small** in many containers. Workers hand batches over in it, and a full one ends in *Bus error*:
 #   fewer workers, a smaller `prefetch_factor`, uint8 instead of float32.
+# - **A long Python list in a data set** is copied into each worker page by page, since reading an object writes its
+#   reference count ([pytorch#13246](https://github.com/pytorch/pytorch/issues/13246)). Keep paths and labels in arrays.
 # - **Files on Google Drive** are fetched over the network, one by one. Copy them to the runtime's own disk first.
 
 # %%
@@ -572,8 +638,8 @@ lesson03.share.panel()
 # %% [markdown]
 # ### Exercise 3: fed, measured
 #
-# Find a recipe that waits half as long for data as the naive one, and is at least 15 % faster. The batch size stays as it
-# is: lesson 04 is about that. The check trains both here and now, and measures again before it says no. It takes up
+# Find a recipe that waits half as long for data as the naive one, and is at least 15 % faster. Batch size, image size,
+# precision and learning rate stay as they are: other lessons are about them. The check trains both here and now, and measures again before it says no. It takes up
 # to half a minute.
 
 # %% tags=["exercise:fed"]
@@ -590,7 +656,8 @@ lesson03.fed.panel()
 # %% [markdown]
 # ## The new row
 #
-# The fastest recipe of section 6, run once more at full length.
+# The fastest recipe of section 6, run once more at full length. The naive row is measured anew, so that both come from
+# this machine. Copy the code: lesson 04 asks for it.
 
 # %%
 after = workload.train(recipes[winner])

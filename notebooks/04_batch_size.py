@@ -92,6 +92,7 @@ def _setup():
 _setup()
 
 # %%
+import time
 from contextlib import nullcontext
 
 import ipywidgets as widgets
@@ -99,10 +100,12 @@ import torch
 import torchvision
 from torch.nn import functional
 
-from course_utils import accumulation, batch_size, memory_model, oom, plots, progress, runtime, throughput, workload
+from course_utils import accumulation, batch_size, memory_model, monitor, oom, plots, progress
+from course_utils import runtime, throughput, workload
 from course_utils.exercises import lesson04
 from course_utils.views import mebibytes, number
 
+# %%
 my_progress = progress.resume("")  # the code from the end of lesson 03, between the quotes
 machine = runtime.describe_runtime()
 device = runtime.pick_device()
@@ -119,25 +122,26 @@ if machine.advice:
 # - **parameters**: the weights;
 # - **gradients**: one for each weight;
 # - **optimizer state**: AdamW keeps two more for each weight, SGD with momentum one, plain SGD none;
-# - **activations**: what the forward pass leaves behind for the backward pass. Only these grow with the batch.
+# - **activations**: what the forward pass leaves behind for the backward pass. These, and the batch itself, grow with the
+#   batch size.
 #
-# **Predict first**: ResNet-50 has 25.6 million parameters. It trains with AdamW in float32 on 32 images of 224 × 224.
-# Which kind is the largest, and which share of the whole has it?
+# **Predict first**: ResNet-18 has 11.7 million parameters. It trains with AdamW in float32 on 32 images of 224 × 224.
+# Which kind is the largest, and what share of the whole is it?
 
 # %%
 my_guess_kind, my_guess_percent = "parameters", 50
 
-resnet50 = torchvision.models.resnet50()
+resnet18 = torchvision.models.resnet18()
 images, targets = torch.empty(32, 3, 224, 224), torch.zeros(32, dtype=torch.int64)
 prediction = memory_model.predict_memory(
-    resnet50, (images, targets), functional.cross_entropy, torch.optim.AdamW, batch_sizes=(16, 32)
+    resnet18, (images, targets), functional.cross_entropy, torch.optim.AdamW, batch_sizes=(16, 32, 64)
 )
 prediction
 
 # %% [markdown]
 # Nothing was computed. The model ran with *fake tensors*: they have a shape and a dtype, and no memory. PyTorch's own
-# memory tracker counted what a real run would hold at its fullest moment. That works on any machine, also for a GPU that
-# is not there.
+# memory tracker counted what a real run would hold at its fullest moment, its *peak*. That works on any machine, also for a
+# GPU that is not there. *Other* is the batch itself, buffers, and what the backward pass needs for the moment.
 
 # %%
 prediction.draw()
@@ -149,12 +153,14 @@ print(f"activations: {share:.0f} % at batch 32; you guessed {my_guess_kind}, {my
 print(f"peak = {mebibytes(prediction.fixed_bytes)} + {mebibytes(prediction.per_sample_bytes)} for each image")
 
 # %% [markdown]
-# A straight line: a fixed part, and so much for each sample. The fixed part is there at batch 1 already. It holds four
-# times the parameters (weights, gradients, two states) plus little else. **Activations are what you trade**: a smaller image, a
-# smaller batch, lower precision, or checkpointing (lesson 05).
+# A straight line: a fixed part, and so much for each sample. The fixed part is what the batch does not change: weights,
+# AdamW's two states, and the gradients that exist at the peak. (At a large batch the peak comes early in the backward pass,
+# when hardly a gradient is made yet. At a very small one it is the optimizer's step, and all of them count.)
+# **Activations are what you trade**: a smaller image, a smaller batch, lower precision, or checkpointing (lesson 05).
 #
-# What the prediction leaves out on a GPU: the CUDA context, the scratch memory that cuDNN and cuBLAS take, and
-# fragmentation. They come on top, so leave some headroom.
+# What the prediction leaves out on a GPU: the CUDA context, the scratch memory of cuDNN and cuBLAS (NVIDIA's libraries for
+# convolutions and matrix products), and fragmentation (free memory in pieces too small to use). They come on top, so
+# leave some headroom. On a CPU, too, convolutions take scratch memory that shapes do not show.
 #
 # ## 2. The largest batch for a T4
 #
@@ -167,17 +173,38 @@ largest = prediction.largest_batch("T4", headroom=0.1)
 print(f"predicted for a T4, with 10 % left free: {largest}; you guessed {my_guess_largest}")
 
 # %% [markdown]
+# Where there is a GPU, that is tested now: two real steps at this size, or at what fits here if that is less.
+
+# %%
+if on_gpu:
+    n = min(largest, prediction.largest_batch(device, headroom=0.1))
+    real = torchvision.models.resnet18().to(device)
+    adamw = torch.optim.AdamW(real.parameters())
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2):
+        pixels = torch.rand(n, 3, 224, 224, device=device)
+        loss = functional.cross_entropy(real(pixels), torch.zeros(n, dtype=torch.int64, device=device))
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+    print(f"batch {n} ran. Predicted: {mebibytes(prediction.at(n).peak_bytes)},")
+    print(f"measured: {mebibytes(torch.cuda.max_memory_allocated(device))}")
+    del real, adamw, loss, pixels
+else:
+    print("Skipped: no GPU. It would train two steps at that size and compare the peaks.")
+
+# %% [markdown]
 # ### What if?
 #
 # Move the sliders. The table under them is the same without widgets.
 
 # %%
 def predict(pixels, autocast=None):
-    """ResNet-50's line for images of this size."""
+    """ResNet-18's line for images of this size."""
     images, targets = torch.empty(32, 3, pixels, pixels), torch.zeros(32, dtype=torch.int64)
     return memory_model.predict_memory(
-        resnet50, (images, targets), functional.cross_entropy, torch.optim.AdamW,
-        batch_sizes=(16, 32), autocast=autocast,
+        resnet18, (images, targets), functional.cross_entropy, torch.optim.AdamW,
+        batch_sizes=(16, 64), autocast=autocast,
     )
 
 
@@ -191,19 +218,21 @@ lines = {
 def what_if(batch=32, training="224 px, float32"):
     """Print the predicted peak, and whether it fits on a T4."""
     peak, room = lines[training].peak_bytes(batch), memory_model.budget_bytes("T4")
-    print(f"{training}, batch {batch}: {mebibytes(peak)}, {100 * peak / room:.0f} % of a T4")
+    verdict = "fits" if peak <= room else "does not fit"
+    print(f"{training}, batch {batch}: {mebibytes(peak)}, {100 * peak / room:.0f} % of a T4: {verdict}")
 
 
-widgets.interact(what_if, batch=widgets.IntSlider(32, 1, 512), training=list(lines));
+widgets.interact(what_if, batch=widgets.IntSlider(32, 1, 1024), training=list(lines));
 
 # %%
 for training in lines:
-    for batch in (32, 128):
+    for batch in (64, 512):
         what_if(batch, training)
 
 # %% [markdown]
-# Half the pixels a side is a quarter of the activations. Autocast stores most activations in two bytes instead of four. It
-# leaves the fixed part alone: weights and optimizer state stay float32.
+# Half the pixels a side is a quarter of the activations. Autocast (lesson 05) runs most operations in float16, so most
+# activations take two bytes instead of four. The fixed part does not shrink: weights, gradients and optimizer state stay
+# float32, and float16 copies of the weights join them.
 #
 # ## 3. Find it on the device
 #
@@ -212,10 +241,10 @@ for training in lines:
 # that has run. Weights, optimizer, random numbers and gradients are then what they were.
 #
 # On a GPU the limit is the card. **On a CPU it is simulated**: the course counts the bytes of living tensors and raises
-# PyTorch's own out-of-memory error at 256 MiB.
+# PyTorch's own out-of-memory error at 128 MiB.
 
 # %%
-memory = None if on_gpu else oom.SimulatedMemory(256 * 2**20)  # None: the GPU's own
+memory = None if on_gpu else oom.SimulatedMemory(128 * 2**20)  # None: the GPU's own
 model_width, image_size = workload.MODEL_WIDTH[device.type], workload.IMAGE_SIZE[device.type]
 model = workload.small_resnet(10, model_width).to(device).train()
 optimizer = torch.optim.AdamW(model.parameters())
@@ -223,7 +252,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 def trial(n):
     """One optimizer step on n images."""
-    images = torch.zeros(n, 3, image_size, image_size, device=device)
+    images = torch.rand(n, 3, image_size, image_size, device=device)
     targets = torch.zeros(n, dtype=torch.int64, device=device)
     loss = functional.cross_entropy(model(images), targets)
     optimizer.zero_grad(set_to_none=True)
@@ -244,8 +273,9 @@ print(f"predicted for {found.batch_size}: {mebibytes(small.at(found.batch_size).
 found
 
 # %% [markdown]
-# The last size lies close under the limit, and it ran. Finders that double until it breaks pay with one or more out-of-memory
-# errors, and some return a size that never ran. The course's benchmark (`make bench`) sets them side by side.
+# Every size in the table ran. Where memory set the limit, the result lies close under it; the first line says if something
+# else did. Finders that double until a size fails pay with one or more out-of-memory errors, and some return a size that
+# never ran. The course's [benchmarks](../docs/benchmarks.md) set them side by side.
 #
 # ## 4. Out of memory, on purpose
 #
@@ -256,7 +286,9 @@ found
 # **Predict first**: how much is still held inside `except`, and how much after it?
 
 # %%
-too_large = 4 * found.batch_size if found.limited_by == "memory" else 400_000
+my_guess_inside_mib = 0
+
+too_large = 4 * found.batch_size if not on_gpu or found.limited_by == "memory" else 400_000
 
 
 def held_bytes():
@@ -270,13 +302,14 @@ with memory or nullcontext():
     except torch.OutOfMemoryError as error:
         verdict, inside = oom.classify_oom(error), held_bytes()
     after = held_bytes()
-    print(f"held before {mebibytes(before)}, inside except {mebibytes(inside)}, after it {mebibytes(after)}")
+    print(f"held before {mebibytes(before)}, inside except {mebibytes(inside)}, after it {mebibytes(after)};")
+    print(f"you guessed {my_guess_inside_mib} MiB for the middle one")
     trial(found.batch_size)
     print(f"and a batch of {found.batch_size} runs again")
 verdict
 
 # %% [markdown]
-# Note the failure in the block, leave the block, then go on: that is the whole recipe. `classify_oom` tells memory errors
+# Note the failure in the block, leave the block, then go on. `classify_oom` tells memory errors
 # from others, also the many that do not say *out of memory*. Some errors leave the GPU unusable until the runtime is
 # restarted; it says that too:
 
@@ -292,13 +325,16 @@ for text in (
 # ## 5. How large is worth it
 #
 # What fits is an upper bound. What you want is samples per second. **Predict first**: by how much does throughput grow from
-# batch 16 to the largest below?
+# batch 16 to the largest size that the next cell names?
+
+# %%
+top = min(found.batch_size, 640 if on_gpu else 128)  # the training job has 640 images
+print("largest size to be measured:", top)
 
 # %%
 my_guess_gain = 8.0
 
-top = min(found.batch_size, 1024) if on_gpu else 128
-curve = throughput.throughput_curve(trial, device=device, largest=top, budget_s=20 if on_gpu else 8)
+curve = throughput.throughput_curve(trial, device=device, largest=top, budget_s=20 if on_gpu else 6)
 curve
 
 # %%
@@ -307,17 +343,21 @@ curve.draw()
 # %%
 knee = curve.knee()
 rate = {point.batch_size: point.samples_per_s for point in curve.points if point.fits}
-print(f"largest against 16: {rate[max(rate)] / rate[16]:.1f} times the throughput; you guessed {my_guess_gain}")
+first, last = min(16, max(rate)), max(rate)
+print(f"{last} against {first}: {rate[last] / rate[first]:.1f} times the throughput; you guessed {my_guess_gain}")
 knee
 
 # %% [markdown]
-# The curve rises while each kernel is too small to fill the device, and flattens when it is full. The **knee** is the smallest
-# batch within 5 % of the best throughput that leaves a tenth of the memory free. Beyond it a larger batch costs memory,
-# makes fewer updates per epoch, and buys nothing. Near the limit it can even be slower: cuDNN then has no room for its
-# faster algorithms ([pytorch#49207](https://github.com/pytorch/pytorch/issues/49207)).
+# On a GPU the curve rises while each kernel is too small to fill the device, and flattens when it is full. On a CPU with two
+# cores a few images occupy them already; what larger batches save there is the fixed cost of a step.
 #
-# **Powers of two?** Look at the sizes between them. What tensor cores want is a multiple of 8 (float16), and the batch is
-# only one of the dimensions that they see.
+# The **knee** is the smallest batch within 5 % of the best throughput that leaves a tenth of the memory free (where memory
+# can be read). Beyond it a larger batch costs memory, makes fewer updates per epoch, and buys 5 % at most. Near the limit of a
+# GPU's memory it can even be slower, since cuDNN then has no room for its faster algorithms
+# ([pytorch#49207](https://github.com/pytorch/pytorch/issues/49207); not measured here).
+#
+# **Powers of two?** They are not special: look at the sizes between them. For float16 NVIDIA asks for multiples of 8 in the
+# dimensions of a matrix product; in a convolution these are the channels.
 
 # %%
 for n in sorted(rate):
@@ -327,17 +367,22 @@ for n in sorted(rate):
 # %% [markdown]
 # ## 6. The same batch, in pieces
 #
-# You want an effective batch that does not fit. Then add up gradients over **micro-batches** and step once:
+# The **effective batch** is the samples behind one optimizer step. You want one that does not fit? Then add up gradients over
+# **micro-batches** and step once:
 
 # %%
 plan = accumulation.plan_accumulation(effective=32, largest_micro=12)
 plan
 
 # %% [markdown]
-# Full pieces of 12 would give 24 or 36 samples a step: another training run. And each piece must count by its share.
-# **Predict first**: a batch of 10 in pieces of 4, 4 and 2. Is the mean of the three mean losses the mean of the batch?
+# Full pieces of 12 would give 24 or 36 samples a step: another training run.
+#
+# **Predict first**: a batch of 10 in pieces of 4, 4 and 2. Does the mean of the three mean losses have the gradient of
+# the whole batch?
 
 # %%
+my_guess_same = "yes"
+
 twin = workload.small_resnet(10, model_width).to(device).double().eval()  # eval: BatchNorm would see other batches
 images = torch.randn(10, 3, image_size, image_size, device=device, dtype=torch.float64)
 targets = torch.arange(10, device=device)
@@ -357,10 +402,11 @@ whole = gradient([(images, targets)], lambda samples: 1)
 pieces = list(zip(images.split(4), targets.split(4)))  # 4, 4 and 2
 for name, weigh in {"mean of means": lambda samples: 1 / 3, "by share": lambda samples: samples / 10}.items():
     error = (gradient(pieces, weigh) - whole).norm() / whole.norm()
-    print(f"{name:13} differs from the whole batch's gradient by {100 * error:.12f} %")
+    print(f"{name:13} relative error of the gradient: {error:.1e}")
+print("you guessed:", my_guess_same)
 
 # %% [markdown]
-# Weighed by share the gradient is the same, short tail or not. `accumulation.micro_batches(batch, 4)` cuts any batch into
+# Each piece must count by its share. Then the gradient is the same up to rounding, short tail or not. `accumulation.micro_batches(batch, 4)` cuts any batch into
 # such pieces and gives each one's share. BatchNorm is the exception: in training it normalises with
 # the statistics of the *piece*, so a model with BatchNorm sees small batches.
 #
@@ -374,46 +420,61 @@ for name in ("SGD", "AdamW"):
     print(accumulation.learning_rate_advice(1e-3, 16, knee.batch_size, name))
 
 # %% [markdown]
-# And look at the last batch. 641 images in batches of 64 leave one image alone. BatchNorm cannot compute statistics
-# of one value per channel. `drop_last=True` drops that image; with a batch larger than the data set it drops everything.
+# And look at the last batch. 641 images in batches of 64 leave one image alone. BatchNorm then has the pixels of one image
+# for its statistics; where a channel has a single value, PyTorch raises an error. `drop_last=True` drops that image; with
+# a batch larger than the data set it drops everything.
 
 # %%
-for count, size, drop_last in ((641, 64, False), (641, 64, True), (50, 64, True), (50, 64, False)):
+for count, size, drop_last in ((641, 64, False), (641, 64, True), (50, 64, True), (640, knee.batch_size, False)):
     told = accumulation.epoch_warnings(count, size, drop_last, model)
     print(f"{count} samples, batch {size}, drop_last={drop_last}:", *(told or ["fine"]), sep="\n    ")
 
 # %% [markdown]
 # ## 8. In the training job
 #
-# The knee was measured on ready batches. The real job has the loader too. **Predict first**: does the larger batch still help?
+# The knee was measured on ready batches. The real job has the loader too. **Predict first**: does the batch at the knee help here?
 
 # %%
-fed = workload.Recipe(cache="ram", augment="batch", pin_memory=True, non_blocking=True, item_every=10)
-runs = {
-    "naive": workload.train(workload.Recipe()),
-    "fed (lesson 03)": workload.train(fed),
-    f"fed, batch {knee.batch_size}": workload.train(fed.but(batch_size=knee.batch_size)),
+# item_every=10: read the loss every tenth step, since .item() makes the CPU wait for the device
+fed = workload.Recipe(cache="ram", augment="batch", item_every=10)
+recipes = {
+    "naive": workload.Recipe(),
+    "fed (lesson 03)": fed,
+    f"fed, batch {knee.batch_size}": fed.but(batch_size=knee.batch_size),
 }
+runs = {name: workload.train(recipe, seconds=None if on_gpu else 3) for name, recipe in recipes.items()}
 
 # %%
-fig, (left, right) = plots.figure("The training job: naive, fed, and with the batch size at the knee.", columns=2, width_in=12, height_in=2.8)
+alt = "The training job: naive, fed, and with the batch size at the knee."
+fig, (left, right) = plots.figure(alt, columns=2, width_in=12, height_in=2.8)
 plots.bars(left, list(runs), [run.samples_per_s for run in runs.values()], "samples/s", title="Throughput")
 plots.bars(right, list(runs), [run.peak_memory_bytes / 2**20 for run in runs.values()], "MiB", title="Peak memory")
 right.set_yticklabels([])
 plots.show(fig)
 print("memory is", runs["naive"].memory_source)
+if not on_gpu:
+    print("On a CPU that is the whole notebook's process: it does not show what the batch takes.")
 
 # %% [markdown]
 # ## 9. Myths
 #
 # | What is said | What is true | Seen in |
 # |---|---|---|
-# | "It must be a power of two." | Multiples of 8 matter to float16 tensor cores. Sizes between powers of two lie on the same curve. | section 5 |
+# | "It must be a power of two." | Sizes between powers of two lie on the same curve. | section 5 |
 # | "Bigger is always faster." | Up to the knee. Then it costs memory and updates. | section 5 |
-# | "Bigger is always better." | Past a critical size each sample teaches less ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)). | section 7 |
-# | "GPU-Util is 100 %, so the batch is large enough." | Busy is not full. Throughput still rises below the knee. | section 5, lesson 02 |
+# | "Bigger is always better." | Past a critical size each sample teaches less ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)). | further reading |
+# | "GPU-Util is 100 %, so the batch is large enough." | Busy is not full: below the knee throughput still rises. | the next cell |
 # | "After an out-of-memory error the runtime must be restarted." | Not after an ordinary one. Leave the `except` block and go on. | section 4 |
 # | "Double until it breaks finds the batch size." | It finds a limit of memory, at the price of errors. It does not look at speed. | sections 3 and 5 |
+
+# %%
+for n in sorted({first, knee.batch_size}):
+    with monitor.Monitor(device=device) as watching:
+        end = time.perf_counter() + 1.5
+        while time.perf_counter() < end:
+            trial(n)
+    busy = watching.summary().busy_percent.mean
+    print(f"batch {n}: busy {number(busy, '%')} ({watching.label}), {rate[n]:,.0f} samples/s")
 
 # %% [markdown]
 # ## 10. Exercises
@@ -469,6 +530,8 @@ lesson04.knee.panel()
 
 # %% [markdown]
 # ## The new row
+#
+# Earlier rows are measured anew, so that all come from this machine. Copy the code: lesson 05 will ask for it.
 
 # %%
 my_progress.add(runs["naive"].as_row(2, "nvidia_smi, naive recipe"))
@@ -484,8 +547,10 @@ my_progress.show()
 #
 # - Memory = a fixed part (weights, gradients, optimizer state) + so much per sample (activations). Predict it before you run.
 # - The largest batch that fits is a limit. The batch size to use stands at the knee of the throughput curve.
-# - After an out-of-memory error: leave the `except` block, then clean up, then go on.
+# - After an out-of-memory error: leave the `except` block, then go on.
 # - Accumulate by share, and keep the effective batch. Retune the learning rate when it changes.
+#
+# **Next lesson**: 05 · Leaner models, in preparation.
 #
 # ## Further reading
 #

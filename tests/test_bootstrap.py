@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCAL, COLAB = images.IMAGES["local"], images.IMAGES["colab"]
 POSIX = pytest.mark.skipif(os.name == "nt", reason="runs shell scripts")
 
-# Stands in for an image's Python: writes its arguments to a file, and can be told to fail. One printf, so one write: two
-# of them run at a time, and their lines must not mix.
+# Stands in for an image's Python: writes its arguments to a file, and can be told to fail. One printf, so one write:
+# two of them run at a time, and their lines must not mix.
 FAKE_PYTHON = """#!/bin/sh
 printf '%s\\n' "$@" --- >> "{calls}"
 if [ -f "{calls}.fails" ]; then cat "{calls}.fails"; exit 1; fi

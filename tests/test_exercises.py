@@ -1,5 +1,6 @@
 """Every exercise three ways: the stub is not attempted, each typical mistake gets its message, the solution passes."""
 
+import ast
 import inspect
 import json
 import re
@@ -68,10 +69,21 @@ def test_the_stub_in_the_notebook_is_not_attempted(exercise: Exercise, request: 
     assert inspect.getdoc(namespace[name]) == inspect.getdoc(exercise.reference)
 
 
+def imported_by_notebook(lesson: str) -> dict[str, object]:
+    """What a notebook's own import lines make known, and nothing else."""
+    (path,) = NOTEBOOKS.glob(f"{lesson}_*.py")
+    statements = ast.parse(path.read_text(encoding="utf-8")).body
+    lines = [ast.unparse(one) for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
+    namespace: dict[str, object] = {}
+    exec("\n".join(lines), namespace)
+    return namespace
+
+
 @pytest.mark.alone
-def test_the_solution_passes(exercise: Exercise) -> None:
-    namespace = dict(vars(inspect.getmodule(exercise.reference)))
-    exec(exercise.solution_source(), namespace)  # the source that a learner is shown, not the function behind it
+def test_the_solution_passes(exercise: Exercise, request: pytest.FixtureRequest) -> None:
+    # The source that a learner is shown, where a learner puts it: not the function behind it in its own module.
+    namespace = imported_by_notebook(request.node.callspec.id[:2])
+    exec(exercise.solution_source(), namespace)
     feedback = exercise.check(namespace[exercise.reference.__name__])
     assert feedback.status == "passed", feedback
 

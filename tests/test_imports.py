@@ -14,11 +14,13 @@ import course_utils
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(found.name for found in pkgutil.walk_packages(course_utils.__path__, "course_utils."))
-SOURCES = sorted(path for folder in ("course_utils", "tools", "bench", "notebooks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("course_utils", "tools", "bench", "notebooks") for path in (ROOT / folder).rglob("*.py")
+)
 
 # What every lesson may use; any other module belongs to a lesson's contract in pyproject.toml.
 SHARED = set(
-    """course_utils.driver course_utils.exercises course_utils.fast_images course_utils.feed course_utils.figures
+    """course_utils.arguments course_utils.driver course_utils.exercises course_utils.fast_images course_utils.feed course_utils.figures
     course_utils.gpu_specs course_utils.image_cache course_utils.images course_utils.machine course_utils.oom
     course_utils.photo_crops course_utils.photos course_utils.plots course_utils.preserve course_utils.progress
     course_utils.progress_code course_utils.recipe course_utils.resnet course_utils.scoreboard

@@ -137,7 +137,12 @@ def _run(command: str, chosen: Sequence[images.Image], passed_on: Sequence[str])
     if command == "test":
         print()
         return _run_together(_policy(image)) | _run_in_turn(test_steps(chosen, passed_on))
-    tool = {"sync": ["tools.notebooks", "update"], "badges": ["tools.publish"], "course": ["tools.course"], "bench": ["bench"]}[command]
+    tool = {
+        "sync": ["tools.notebooks", "update"],
+        "badges": ["tools.publish"],
+        "course": ["tools.course"],
+        "bench": ["bench"],
+    }[command]
     return _run_in_turn([Step(image, command, ["-m", *tool, *passed_on]) for image in chosen])
 
 

@@ -7,6 +7,7 @@ are raised.
 
 from __future__ import annotations
 
+import ast
 import dis
 import html
 import inspect
@@ -149,7 +150,7 @@ class Exercise:
 
     def solution_source(self) -> str:
         """The solution as Python source, ready to stand in the exercise's cell."""
-        return textwrap.dedent(inspect.getsource(self.reference)).rstrip()
+        return _without_annotations(textwrap.dedent(inspect.getsource(self.reference)).rstrip())
 
     def panel(self) -> None:
         """Buttons for the hints and the solution; below them, the plain calls that do the same."""
@@ -181,6 +182,28 @@ class Exercise:
         return self._feedback(
             "not attempted", f"Replace the `...` in `{self.reference.__name__}` by your code and run this cell again."
         )
+
+
+def _without_annotations(source: str) -> str:
+    """A function's source without the types in its signature: a notebook need not know the names in them."""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    lines = source.encode().splitlines(keepends=True)  # ast counts columns in bytes
+
+    def place(line: int | None, column: int | None) -> int:
+        return sum(map(len, lines[: (line or 1) - 1])) + (column or 0)
+
+    text, cuts = source.encode(), []
+    for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
+        if (kind := argument.annotation) is not None:
+            begin = place(argument.lineno, argument.col_offset) + len(argument.arg.encode())
+            cuts.append((begin, place(kind.end_lineno, kind.end_col_offset)))
+    if (kind := function.returns) is not None:
+        begin = text.rindex(b"->", 0, place(kind.lineno, kind.col_offset))
+        cuts.append((len(text[:begin].rstrip()), place(kind.end_lineno, kind.end_col_offset)))
+    for begin, end in sorted(cuts, reverse=True):
+        text = text[:begin] + text[end:]
+    return text.decode()
 
 
 def _is_stub(function: object) -> bool:

@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from course_utils import workload
 from course_utils.exercises.engine import Answer, Exercise, NotYet
 from course_utils.exercises.measured import judge_recipe
 from course_utils.workload import Measurement, Recipe
@@ -129,7 +130,9 @@ def busier_recipe() -> Recipe:
     """Return a workload.Recipe that keeps this device busier than the naive one, and is faster."""
     # Workers load while the device computes. On a CPU both share the cores, and fewer, larger steps help.
     batch_size = 16 if torch.cuda.is_available() else 128
-    return Recipe(batch_size=batch_size, num_workers=2, persistent_workers=True, pin_memory=True, item_every=10)
+    return workload.Recipe(
+        batch_size=batch_size, num_workers=2, persistent_workers=True, pin_memory=True, item_every=10
+    )
 
 
 def _check_busier(answer: Answer) -> str:

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from course_utils import runtime
+from course_utils import runtime, throughput
 from course_utils.exercises.engine import Answer, Exercise, NotYet
 from course_utils.images import image_size_for, model_width_for
 from course_utils.preserve import rng_preserved
 from course_utils.resnet import small_resnet
-from course_utils.throughput import throughput_curve
 from course_utils.timing import time_call
 
 # --- fits: the line a + b·B turned round ----------------------------------------------------------------------------
@@ -101,7 +100,9 @@ def _check_accumulate(answer: Answer) -> str:
         if not torch.allclose(got, expected, rtol=0, atol=1e-9):
             raise NotYet(f"With {case}, {_what_went_wrong(count, micro_size)}")
         if not isinstance(given, float) or abs(given - expected_loss) > 1e-6:
-            raise NotYet(f"With {case}, the step is right. Return the batch's mean loss as a float, {expected_loss:.4f}.")
+            raise NotYet(
+                f"With {case}, the step is right. Return the batch's mean loss as a float, {expected_loss:.4f}."
+            )
     return "Right: the same step as with the whole batch, also with a short last piece."
 
 
@@ -168,7 +169,10 @@ _LARGEST = 4096
 
 def best_batch_size(trial: Callable[[int], None]) -> int:
     """Return the smallest batch size within 5 % of this device's best throughput. `trial(n)` does one step of n."""
-    return throughput_curve(trial, device=runtime.pick_device(), budget_s=8.0, progress=False).knee().batch_size
+    device = runtime.pick_device()
+    largest = 2048 if device.type == "cuda" else 256
+    curve = throughput.throughput_curve(trial, device=device, largest=largest, budget_s=8, progress=False)
+    return curve.knee().batch_size
 
 
 def make_trial() -> Callable[[int], None]:
@@ -179,7 +183,7 @@ def make_trial() -> Callable[[int], None]:
     size = image_size_for(device)
 
     def trial(batch_size: int) -> None:
-        images = torch.zeros(batch_size, 3, size, size, device=device)
+        images = torch.rand(batch_size, 3, size, size, device=device)
         labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
         loss = functional.cross_entropy(model(images), labels)
         optimizer.zero_grad(set_to_none=True)
@@ -235,7 +239,7 @@ knee = Exercise(
     name="knee",
     hints=(
         "Time `trial(8)`, `trial(16)`, … with `timing.time_call`. Samples per second are n divided by the median.",
-        "`throughput_curve(trial, device=device).knee()` does it. Its `.batch_size` is the answer.",
+        "`throughput.throughput_curve(trial, device=device, largest=…).knee().batch_size` does it.",
     ),
     reference=best_batch_size,
     check_answer=_check_knee,
