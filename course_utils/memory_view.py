@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_utils.views import gibibytes, mebibytes
+from course_utils.views import gibibytes, mebibytes, number
 
 if TYPE_CHECKING:
     from course_utils.memory_model import MemoryParts
@@ -39,7 +39,7 @@ def draw_parts(parts: Sequence[MemoryParts], ax: Any = None, budget_bytes: int |
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for row, total in enumerate(left):
             ax.annotate(
-                f"{total:,.3g} {unit}",
+                number(total, unit, 1 if unit == "GiB" else 0),
                 (total, row),
                 (7, 0),
                 textcoords="offset points",
@@ -54,6 +54,7 @@ def draw_parts(parts: Sequence[MemoryParts], ax: Any = None, budget_bytes: int |
         ax.tick_params(axis="y", length=0)
         ax.grid(visible=False)
         ax.set_xlim(0, largest / size * 1.18)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         ax.set_xlabel(f"predicted peak memory ({unit})")
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2}
         ax.legend(frameon=False, ncols=3, **place)  # in one row it would be wider than the figure

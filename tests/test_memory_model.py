@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from course_utils import mem_tracker, memory_model
 from course_utils.cpu_memory import measure_cpu_memory
 from course_utils.memory_model import MemoryModelError, MemoryParts, MemoryPrediction, budget_bytes, predict_memory
+from course_utils.memory_view import draw_parts
 
 GIB = 2**30
 CE = nn.CrossEntropyLoss()
@@ -514,6 +515,9 @@ def test_it_reads_well_and_is_drawn_with_alt_text(predicted):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["batch 4", "batch 8", "batch 16"]
     ends = {round(bar.get_x() + bar.get_width(), 6) for bar in ax.patches[-3:]}
     assert ends == {round(parts.peak_bytes / GIB, 6) for parts in predicted.parts}
+    assert [text.get_text() for text in ax.texts] == [f"{parts.peak_bytes / GIB:.1f} GiB" for parts in predicted.parts]
+    (small,) = draw_parts((MemoryParts(64, 1505 * 2**20, 0, 0, 0, 0),)).axes
+    assert small.texts[0].get_text() == "1,505 MiB"
     own, axes = plots.figure("Two predictions.", rows=2, height_in=7)
     assert predicted.draw(axes[1]) is own and "batch 8" in own.alt
     assert plots.render(own).png[:4] == b"\x89PNG"
