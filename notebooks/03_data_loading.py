@@ -638,13 +638,13 @@ lesson03.share.panel()
 # %% [markdown]
 # ### Exercise 3: fed, measured
 #
-# Find a recipe that waits half as long for data as the naive one, and is at least 15 % faster. Batch size, image size,
+# Find a recipe that waits half as long for data as the naive one, and is at least 10 % faster. Batch size, image size,
 # precision and learning rate stay as they are: other lessons are about them. The check trains both here and now, and measures again before it says no. It takes up
 # to half a minute.
 
 # %% tags=["exercise:fed"]
 def fed_recipe():
-    """Return a workload.Recipe that waits half as long for data as the naive one, and is 15 % faster."""
+    """Return a workload.Recipe that waits half as long for data as the naive one, and is 10 % faster."""
     ...
 
 
