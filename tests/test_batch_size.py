@@ -332,7 +332,9 @@ def interrupt():
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(
-    "error", [lambda: torch.OutOfMemoryError(CUDA), lambda: ZeroDivisionError("mine"), interrupt], ids=str
+    "error",
+    [lambda: torch.OutOfMemoryError(CUDA), lambda: ZeroDivisionError("mine"), interrupt],
+    ids=["out of memory", "not ours", "interrupt"],
 )
 def test_all_state_is_as_it_was_whatever_happens(trained, error):
     job = Job(20, error=error)
