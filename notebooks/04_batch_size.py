@@ -515,7 +515,8 @@ lesson04.accumulate.panel()
 # ### Exercise 3: the knee, measured
 #
 # `trial(n)` does one training step on n images. Measure as you like, and return the smallest batch size within 5 % of the
-# best throughput. The check measures half of it, twice and four times as much beside it, here and now.
+# best throughput. The check measures a quarter of it, twice and four times as much beside it, here and now, and leaves room
+# for noise.
 
 # %% tags=["exercise:knee"]
 def best_batch_size(trial):

@@ -663,7 +663,7 @@ def saturating(batch_size):
     ("given", "status", "message"),
     [
         (8, "not yet", "the curve is still rising"),
-        (128, "not yet", "64 is as fast"),
+        (128, "not yet", "32 is as fast"),
         (32, "passed", "32: 320"),
         (1, "not yet", "4 is 4.00 times as fast"),
     ],
@@ -672,11 +672,20 @@ def test_the_knee_is_judged_by_its_neighbours(given, status, message, monkeypatc
     monkeypatch.setattr(
         lesson04,
         "_rates",
-        lambda trial, size: {n: saturating(n) for n in sorted({max(1, size // 2), size, 2 * size, 4 * size})},
+        lambda trial, size: {n: saturating(n) for n in sorted({max(1, size // 4), size, 2 * size, 4 * size})},
     )
     feedback = lesson04.knee.check(lambda trial: given)
     assert feedback.status == status, feedback
     assert message in feedback.message
+
+
+def test_a_measurement_that_was_disturbed_is_made_again(monkeypatch) -> None:
+    monkeypatch.setattr(lesson04, "make_trial", lambda: lambda batch_size: None)
+    monkeypatch.setattr(lesson04, "_rates", lambda trial, size: {n: saturating(n) for n in (size // 4, size, 2 * size)})
+    answers = iter([8, 8, 32])
+    assert lesson04.knee.check(lambda trial: next(answers)).status == "passed"
+    answers = iter([8, 8, 8, 32])
+    assert lesson04.knee.check(lambda trial: next(answers)).status == "not yet"
 
 
 def test_a_size_that_does_not_fit_is_told(monkeypatch) -> None:
