@@ -13,5 +13,5 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r:.80}.")
+        raise ValueError(f"{name}={value!r:.80} must be a whole number of at least {least}.")
     return number

@@ -365,7 +365,7 @@ def test_models_that_wrap_compile_or_cannot_be_copied_are_refused_with_the_cure(
         ({"optimizer": sgd(Net().parameters())}, "not this model's"),
         ({"autocast": torch.float32}, "autocast must be None"),
         ({"batch_sizes": [4]}, "two different sizes"),
-        ({"batch_sizes": [0, 4]}, "batch_sizes must be a whole number of at least 1, not 0"),
+        ({"batch_sizes": [0, 4]}, "batch_sizes=0 must be a whole number of at least 1"),
     ],
 )
 def test_bad_arguments_get_one_sentence(changes, message):
