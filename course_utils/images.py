@@ -23,16 +23,6 @@ MODEL_WIDTH = {"cpu": 32, "cuda": 64}
 Data = PhotoSet | str | Path | Dataset[Any] | None
 
 
-def image_size_for(device: torch.device | str) -> int:
-    """Height and width in pixels that the training job takes on `device` ("cpu" or "cuda"), unless told otherwise."""
-    return IMAGE_SIZE[torch.device(device).type]
-
-
-def model_width_for(device: torch.device | str) -> int:
-    """The `width` that the training job gives to `small_resnet` on `device` ("cpu" or "cuda")."""
-    return MODEL_WIDTH[torch.device(device).type]
-
-
 def train_transform(image_size: int, transfer: str = "float32") -> Any:
     """What the CPU does with each decoded image: a random crop resized to (3, image_size, image_size).
 

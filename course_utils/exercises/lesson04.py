@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from course_utils import runtime, throughput
 from course_utils.exercises.engine import Answer, Exercise, NotYet
-from course_utils.images import image_size_for, model_width_for
+from course_utils.images import IMAGE_SIZE, MODEL_WIDTH
 from course_utils.preserve import rng_preserved
 from course_utils.resnet import small_resnet
 from course_utils.timing import time_call
@@ -179,9 +179,9 @@ def best_batch_size(trial: Callable[[int], None]) -> int:
 def make_trial() -> Callable[[int], None]:
     """`trial(n)`: one training step of the course's model on n images that are on this device already."""
     device = runtime.pick_device()
-    model = small_resnet(10, model_width_for(device)).to(device).train()
+    model = small_resnet(10, MODEL_WIDTH[device.type]).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters())
-    size = image_size_for(device)
+    size = IMAGE_SIZE[device.type]
 
     def trial(batch_size: int) -> None:
         images = torch.rand(batch_size, 3, size, size, device=device)
