@@ -110,7 +110,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from course_utils import fast_images, loading, plots, progress, runtime, timing, workload
+from course_utils import fast_images, image_cache, loading, plots, progress, runtime, timing, workload
 from course_utils.exercises import lesson03
 from course_utils.photos import prepare_photos
 from course_utils.views import mebibytes
@@ -411,8 +411,8 @@ print(f"this device could train on {ceiling:,.0f} images/s: it needs {ceiling / 
 
 # %% [markdown]
 # Without a GPU the answer says little: the device is these CPUs, and its ceiling is low. The free Colab runtime is another
-# case: a T4, and two CPU threads that share one core. Run this cell there. When a device needs more CPUs than there are, **no number of workers will feed it**. What remains is to spend
-# less CPU on each image:
+# case: a T4, and two CPU threads that share one core. Run this cell there. When a device needs more CPUs than there are,
+# **no number of workers will feed it**. What remains is to spend less CPU on each image:
 #
 # | do it … | how | knob of the recipe |
 # |---|---|---|
@@ -426,10 +426,11 @@ print(f"this device could train on {ceiling:,.0f} images/s: it needs {ceiling / 
 #
 # ### Keep pixels, not files
 #
-# Decoded once, the whole data set is one uint8 tensor. Say how large before you make it:
+# Decoded once, the whole data set is one uint8 tensor. Say how large before you make it, and whether that fits:
 
 # %%
 print(f"{len(files)} images × 3 × 256 × 256 bytes = {mebibytes(len(files) * 3 * 256 * 256)}")
+print(image_cache.cache_need(photos, device))
 pixels = torch.stack([v2.functional.pil_to_tensor(image) for image, _ in files])  # (N, 3, 256, 256), uint8
 pixels.shape, pixels.dtype, mebibytes(pixels.nbytes)
 
@@ -524,8 +525,8 @@ for name, run in runs.items():
 # %% [markdown]
 # `decode="reduced"` halves the photographs while a small crop of them still has enough pixels: for 64-pixel images on a
 # CPU it does; for the GPU's 128 pixels it cannot, and equals the naive run. "All on the device" and "both" differ on a GPU
-# only: a CPU keeps both in the same RAM. Whether decoding on the GPU pays depends on the GPU: an A100 has a decoder of its own
-# for JPEG ([nvJPEG](https://developer.nvidia.com/nvjpeg)), elsewhere it competes with training for the same cores.
+# only: a CPU keeps both in the same RAM. Whether decoding on the GPU pays depends on the GPU: some, such as the A100, have a
+# decoder of their own for JPEG ([nvJPEG](https://developer.nvidia.com/nvjpeg)); on others it competes with training.
 #
 # Decoding once costs its time once, and memory for good: the notes say how much. It fits when the data set does. Ten
 # thousand such photographs take 1.8 GiB. ImageNet does not fit into the memory of Colab's machine; then smaller files,
