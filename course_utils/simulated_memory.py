@@ -28,6 +28,8 @@ class SimulatedMemory(TorchDispatchMode):
     given to `track`. An allocation that would pass the limit raises `torch.OutOfMemoryError` and does not count.
     `limit_bytes=None` only measures.
 
+    A tensor is made before it is counted, so the host needs room for the one that is too many.
+
     It differs from a GPU: there is no allocator that rounds sizes, caches and fragments, and what an operation needs
     only while it runs is not seen. Not counted either: tensors on other devices, and data that torch takes over from
     lists or NumPy arrays, which is in the host's memory. It holds for the thread that entered it.

@@ -429,6 +429,7 @@ def test_no_gain_is_measured_twice_and_told(runs, yours, message) -> None:
     assert feedback.status == "not yet"
     assert message in feedback.message
     assert "Naive: 100 samples/s, busy 80 %, waiting for data 40 %." in feedback.message
+    assert f"waiting for data {yours.data_wait_percent:.0f} %" in feedback.message.partition("Yours: ")[2]
     assert trained == [Recipe(), mine, Recipe(), mine]
 
 
