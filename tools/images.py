@@ -38,8 +38,8 @@ class Image:
 
 
 IMAGES = {
-    "local": Image("local", ".venv", "the newest versions", ("lab", "test", "dev", "bench")),
-    "colab": Image("colab", ".venv-colab", "Colab's exact versions", ("test",), "tests/colab/constraints.txt"),
+    "local": Image("local", ".venv", "the newest versions", ("lab", "test", "lightning", "dev", "bench")),
+    "colab": Image("colab", ".venv-colab", "Colab's exact versions", ("test", "lightning"), "tests/colab/constraints.txt"),
 }
 
 

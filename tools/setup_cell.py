@@ -21,7 +21,7 @@ METADATA: MappingProxyType[str, Any] = MappingProxyType(
 OPTIONS = " ".join(f"{key}={json.dumps(value)}" for key, value in METADATA.items())
 
 # Lesson -> the package's optional dependencies that it needs on top (names in [project.optional-dependencies]).
-EXTRAS: MappingProxyType[str, str] = MappingProxyType({})
+EXTRAS: MappingProxyType[str, str] = MappingProxyType({"06_lightning": "lightning"})
 
 _TEMPLATE = """\
 # @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
