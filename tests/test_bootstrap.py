@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools import bootstrap, images, install
+from tools import bootstrap, images, install, setup_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCAL, COLAB = images.IMAGES["local"], images.IMAGES["colab"]
@@ -358,7 +358,7 @@ def installed(root: Path, image: images.Image, extras: tuple[str, ...]) -> None:
 def test_make_lab_passes_port_and_args_to_jupyterlab(root, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    installed(root, LOCAL, ("lab",))
+    installed(root, LOCAL, images.LEARNERS_EXTRAS)
     done = make(root, "lab", PORT="9123", ARGS="--LabApp.x='a b' --debug")
     assert done.returncode == 0, done.stderr
     call = (root / "calls.txt").read_text().splitlines()[:-1]
@@ -370,6 +370,10 @@ def test_make_lab_passes_port_and_args_to_jupyterlab(root, monkeypatch):
         assert "--no-browser" in call
         assert "at the address that it prints below" in done.stdout
     assert "Installing" not in done.stdout
+
+
+def test_make_lab_installs_what_the_lessons_ask_for():
+    assert set(setup_cell.EXTRAS.values()) <= set(images.LEARNERS_EXTRAS) <= set(LOCAL.extras)
 
 
 def test_the_first_lesson_exists():

@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, passed_on = _parse(sys.argv[1:] if argv is None else argv)
     chosen = [images.IMAGES[name] for name in _image_names(options.command, options.image)]
     try:
-        install.prepare(chosen, ("lab",) if options.command == "lab" else None, options.torch, images.ROOT)
+        extras = images.LEARNERS_EXTRAS if options.command == "lab" else None
+        install.prepare(chosen, extras, options.torch, images.ROOT)
         if options.command == "lab":
             return _open_lab(chosen[0], options.port, passed_on)
         return _run(options.command, chosen, passed_on)

@@ -39,8 +39,12 @@ class Image:
 
 IMAGES = {
     "local": Image("local", ".venv", "the newest versions", ("lab", "test", "lightning", "dev", "bench")),
-    "colab": Image("colab", ".venv-colab", "Colab's exact versions", ("test", "lightning"), "tests/colab/constraints.txt"),
+    "colab": Image(
+        "colab", ".venv-colab", "Colab's exact versions", ("test", "lightning"), "tests/colab/constraints.txt"
+    ),
 }
+# What `make lab` installs: enough to run every lesson, and no test.
+LEARNERS_EXTRAS = ("lab", "lightning")
 
 
 @dataclass(frozen=True)
