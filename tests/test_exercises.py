@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_utils.exercises import lesson01, lesson02, lesson03, lesson04
+from course_utils.exercises import lesson01, lesson02, lesson03, lesson04, lesson05
 from course_utils.exercises import measured as measured_exercises
 from course_utils.exercises.engine import Exercise, Feedback, NotYet
 from course_utils.workload import Measurement, Recipe
 
-LESSONS = {1: lesson01, 2: lesson02, 3: lesson03, 4: lesson04}
+LESSONS = {1: lesson01, 2: lesson02, 3: lesson03, 4: lesson04, 5: lesson05}
 EXERCISES = {
     f"{number:02}-{exercise.name}": exercise
     for number, lesson in LESSONS.items()
@@ -698,3 +698,114 @@ def test_a_size_that_does_not_fit_is_told(monkeypatch) -> None:
     feedback = lesson04.knee.check(lambda trial: 64)
     assert feedback.status == "not yet"
     assert "64 does not fit into this device's memory" in feedback.message
+
+
+# --- lesson 05 --------------------------------------------------------------------------------------------------
+
+
+def amp_with(*, unscale=True, update=True, wait=True, told=None):
+    """A learner's mixed-precision step with one thing wrong."""
+
+    def amp_step(model, optimizer, scaler, scheduler, micro_batches, max_norm):
+        optimizer.zero_grad()
+        for inputs, targets in micro_batches:
+            with torch.autocast(inputs.device.type, dtype=torch.float16):
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets) / len(micro_batches)
+            scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        if update:
+            scaler.update()
+        skipped = scaler.get_scale() < scale
+        if not (skipped and wait):
+            scheduler.step()
+        return told or ("skipped" if skipped else "stepped")
+
+    return amp_step
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (amp_with(unscale=False), "clip before unscale"),
+        (amp_with(update=False), "missing update"),
+        (amp_with(wait=False), "scheduler"),
+        (amp_with(told="stepped"), 'Return "skipped"'),
+        (amp_with(told=7), "it returned ['7']"),
+        (lambda *arguments: 1 / 0, "ZeroDivisionError"),
+    ],
+    ids=["no-unscale", "no-update", "scheduler", "always-stepped", "number", "raises"],
+)
+def test_amp_mistakes(wrong, message) -> None:
+    feedback = lesson05.amp.check(wrong)
+    assert feedback.status in {"not yet", "error"}
+    assert message in feedback.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda compile_s, eager_s, compiled_s, steps: compiled_s < eager_s, "A short run"),
+        (lambda compile_s, eager_s, compiled_s, steps: steps > compile_s / (eager_s - compiled_s + 1e-9), "slower"),
+        (lambda compile_s, eager_s, compiled_s, steps: steps * eager_s, "Return True or False"),
+        (lambda compile_s, eager_s, compiled_s, steps: True, "A short run"),
+    ],
+    ids=["ignores-compiling", "negative-gain", "seconds", "always"],
+)
+def test_pays_mistakes(wrong, message) -> None:
+    feedback = lesson05.pays.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def lean_with(*, loss_of=None, accuracy_of=None, train=True):
+    """A learner's training step with one thing wrong."""
+
+    def lean_step(model, optimizer, images, labels):
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        loss.backward()
+        if train:
+            optimizer.step()
+        return (loss_of or torch.Tensor.detach)(loss), (accuracy_of or torch.Tensor.detach)(accuracy)
+
+    return lean_step
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lean_with(loss_of=torch.Tensor.item), "makes the CPU wait"),
+        (lean_with(loss_of=lambda loss: loss), "still holds the graph"),
+        (lean_with(accuracy_of=lambda accuracy: accuracy + 1), "The accuracy should be"),
+        (lean_with(accuracy_of=lambda accuracy: torch.zeros(3)), "The accuracy should be"),
+        (lean_with(train=False), "the weights differ"),
+        (lambda model, optimizer, images, labels: 1.0, "Return two things"),
+    ],
+    ids=["item", "graph", "wrong-accuracy", "several", "no-step", "one"],
+)
+def test_leaner_mistakes(wrong, message, monkeypatch) -> None:
+    monkeypatch.setattr(lesson05, "_seconds", lambda step: 1.0)
+    feedback = lesson05.leaner.check(wrong)
+    assert feedback.status == "not yet"
+    assert message in feedback.message
+
+
+def test_a_lean_step_is_measured_again_before_it_fails(monkeypatch) -> None:
+    seconds = iter([1.0, 1.0, 1.0, 0.9, 1.0, 0.7])
+    monkeypatch.setattr(lesson05, "_seconds", lambda step: next(seconds))
+    assert lesson05.leaner.check(lean_with()).status == "passed"
+    monkeypatch.setattr(lesson05, "_seconds", lambda step: 1.0)
+    feedback = lesson05.leaner.check(lean_with())
+    assert feedback.status == "not yet"
+    assert "1.00 times as fast" in feedback.message
+
+
+@pytest.mark.alone
+def test_the_slow_step_itself_is_not_fast_enough() -> None:
+    assert lesson05.leaner.check(lesson05.slow_step).status == "not yet"

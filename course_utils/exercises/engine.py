@@ -73,17 +73,14 @@ class Answer:
     """The learner's function as a check sees it: call it, and their exception arrives as theirs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
         self.name = getattr(function, "__name__", "your function")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """What the learner's function returns. `...` and None count as not attempted."""
+        self.bind(*arguments, **keywords)
         try:
-            inspect.signature(self._function).bind(*arguments, **keywords)
-        except TypeError as error:
-            raise NotYet(f"`{self.name}` must keep the arguments that its first line had: {error}.") from None
-        try:
-            result = self._function(*arguments, **keywords)
+            result = self.function(*arguments, **keywords)
         except (
             Exception
         ) as error:  # whatever a learner's code raises is explained to them, and nothing else is caught here
@@ -93,6 +90,13 @@ class Answer:
         if result is None:
             raise NotYet(f"`{self.name}` returned nothing: does each of its branches end in `return`?")
         return result
+
+    def bind(self, *arguments: Any, **keywords: Any) -> None:
+        """Raise NotYet if the learner's function does not take these arguments."""
+        try:
+            inspect.signature(self.function).bind(*arguments, **keywords)
+        except TypeError as error:
+            raise NotYet(f"`{self.name}` must keep the arguments that its first line had: {error}.") from None
 
 
 @dataclass(frozen=True)
