@@ -20,13 +20,15 @@ SOURCES = sorted(
 
 # What every lesson may use; any other module belongs to a lesson's contract in pyproject.toml.
 SHARED = set(
-    """course_utils.arguments course_utils.driver course_utils.exercises course_utils.fast_images
-    course_utils.feed course_utils.figures course_utils.gpu_specs course_utils.image_cache
-    course_utils.images course_utils.machine course_utils.oom course_utils.photo_crops
-    course_utils.photos course_utils.plots course_utils.preserve course_utils.progress
-    course_utils.progress_code course_utils.recipe course_utils.resnet course_utils.scoreboard
-    course_utils.setup course_utils.simulated_memory course_utils.timing course_utils.views
-    course_utils.visible_devices course_utils.watch course_utils.workload""".split()
+    """course_utils.arguments course_utils.checkpointing course_utils.cpu_memory course_utils.driver
+    course_utils.exercises course_utils.fast_images course_utils.feed course_utils.figures
+    course_utils.gpu_specs course_utils.image_cache course_utils.images course_utils.machine
+    course_utils.mem_tracker course_utils.memory_model course_utils.memory_step course_utils.memory_view
+    course_utils.oom
+    course_utils.photo_crops course_utils.photos course_utils.plots course_utils.preserve
+    course_utils.progress course_utils.progress_code course_utils.recipe course_utils.resnet
+    course_utils.scoreboard course_utils.setup course_utils.simulated_memory course_utils.timing
+    course_utils.views course_utils.visible_devices course_utils.watch course_utils.workload""".split()
 )
 
 # Gone in Python 3.12 and 3.13, Colab's: https://docs.python.org/3/whatsnew/3.12.html#removed and 3.13.html#removed
