@@ -19,9 +19,11 @@ from course_utils.preserve import rng_preserved
 def measure_cpu_memory(
     model: nn.Module,
     batch: Any,
-    loss: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | MakeOptimizer,
+    loss: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     autocast: torch.dtype | None = None,
+    *,
+    set_to_none: bool = True,
 ) -> int:
     """Peak bytes of two real training steps on the CPU: parameters, buffers and the batch, and all that is allocated.
 
@@ -29,12 +31,10 @@ def measure_cpu_memory(
     allocations are the profiler's "[memory]" events, so kernels' own buffers count too, as far as they come from
     PyTorch's allocator.
     """
-    step = checked_step(model, batch, loss, optimizer, autocast)
+    step = checked_step(model, batch, loss, optimizer, autocast, set_to_none)
     if any(tensor.device.type != "cpu" for tensor in step.tensors()):
         raise ValueError("measure_cpu_memory measures on the CPU: move the model and the batch there first.")
-    step = step.copied().with_optimizer()
-    if not step.whole.model.training:
-        step.whole.train()
+    step = step.copied().with_optimizer().in_its_mode()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in step.tensors()}
     with rng_preserved():
         return sum(storages.values()) + _peak_allocated(step)

@@ -171,9 +171,10 @@ class Ablation:
         bars(speed, labels, rates, "samples/s", whiskers, emphasis=gained, title="throughput, with noise")
         bars(memory, labels, peaks, "MiB", emphasis=gained, title="peak memory")
         memory.set_yticks([])  # the same rows as on the left
-        for ax, values in ((speed, rates), (memory, peaks)):
+        ends = [(rate or 0) + (half or 0) for rate, half in zip(rates, whiskers, strict=True)]
+        for ax, longest in ((speed, max(ends)), (memory, max(peak or 0 for peak in peaks))):
             # Half a figure is narrow: the words at the ends of the bars need more of it than in a whole one.
-            ax.set_xlim(0, max([value for value in values if value], default=1.0) * 1.5)
+            ax.set_xlim(0, (longest or 1.0) * 1.45)
         return fig
 
     def __repr__(self) -> str:

@@ -69,9 +69,7 @@ class FakeTraining:
             step = self._template.copied(self._faker())
             # In this order: a random state that is read in fake mode is fake, and cannot be put back.
             with rng_preserved(), _without_module_hooks(self._private.mod_tracker), self._mode:
-                step = step.resized(batch_size).with_optimizer()
-                if not step.whole.model.training:
-                    step.whole.train()
+                step = step.resized(batch_size).with_optimizer().in_its_mode()
                 tracker = self._tracker(step)
                 with tracker:
                     for _ in range(2):

@@ -152,21 +152,23 @@ class MemoryPrediction:
 def predict_memory(
     model: nn.Module,
     batch: Any,
-    loss: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | MakeOptimizer,
+    loss: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     batch_sizes: Sequence[int] | None = None,
     *,
     autocast: torch.dtype | None = None,
+    set_to_none: bool = True,
 ) -> MemoryPrediction:
     """Predict the peak memory of training `model`, without running it and without allocating anything.
 
     `batch` is (inputs, targets), every tensor with N samples in its first dimension; inputs may be a tensor, a tuple
     (passed by position) or a dict (by keyword), nested as you like. Only its shapes count. `loss(output, targets)`
     returns one number. `optimizer` is one made for this model, or what makes one: `torch.optim.AdamW`. `batch_sizes`:
-    None for three sizes around N. `autocast`: None, torch.bfloat16 or torch.float16.
+    None for three sizes around N. `autocast`: None, torch.bfloat16 or torch.float16. With None for both loss and
+    optimizer it predicts a forward pass under `torch.inference_mode()`, the model as its modules are set.
 
-    The step: gradients to None, forward, loss, backward, optimizer step; a model in eval mode is predicted in train
-    mode, any other as its modules are set. Activation checkpointing (use_reentrant=False) is honoured. Model, loss,
+    The step: gradients to None (or to zero: `set_to_none`), forward, loss, backward, optimizer step; a model in eval
+    mode is predicted in train mode, any other as its modules are set. Activation checkpointing (use_reentrant=False) is honoured. Model, loss,
     optimizer, random state: all stay as they are, bit for bit.
 
     The step is the CPU's, also for a model on a GPU. So autocast follows the CPU's list of operations, the optimizer
@@ -176,7 +178,7 @@ def predict_memory(
     MemoryModelError for a step that depends on values (.item(), a boolean mask) or cannot be copied, and names it.
     ValueError or TypeError for arguments that do not fit together.
     """
-    step = checked_step(model, batch, loss, optimizer, autocast)
+    step = checked_step(model, batch, loss, optimizer, autocast, set_to_none)
     count = step.batch_size
     # Half of a small batch could be a single sample, which BatchNorm refuses.
     sizes = [count // 2, count, count * 2] if count >= 4 else [count, count * 2, count * 4]

@@ -1,7 +1,8 @@
 """One training step as a thing of its own: checked, copied away from its owner, resized and run.
 
 `memory_model` runs a copy on fake tensors, `cpu_memory` a copy on real ones; both run this same step, in this order:
-gradients set to None, forward and loss (under autocast, where asked for), backward, optimizer step.
+gradients cleared, forward and loss (under autocast, where asked for), backward, optimizer step. Without loss and
+optimizer it is a forward pass under `torch.inference_mode()`.
 """
 
 from __future__ import annotations
@@ -35,28 +36,35 @@ class NotAStep(ValueError):
 class Whole(nn.Module):
     """Model and loss as one module, so that whoever watches modules sees a step as one call."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any], autocast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.model, self.loss, self.autocast = model, loss, autocast
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        """The loss of one batch: a tuple of inputs is passed by position, a dict by keyword."""
+        """The loss of one batch, or the output where there is no loss: a tuple goes by position, a dict by keyword."""
         with torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             if isinstance(inputs, dict):
                 output = self.model(**inputs)
             else:
                 output = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-            return self.loss(output, targets)
+            return output if self.loss is None else self.loss(output, targets)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A model with its loss, a batch and an optimizer, or what makes one from the parameters."""
+    """A model with its loss, a batch and an optimizer, or what makes one from the parameters (None: inference)."""
 
     whole: Whole
     inputs: Any
     targets: Any
-    optimizer: torch.optim.Optimizer | MakeOptimizer
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None
+    set_to_none: bool = True
+
+    def in_its_mode(self) -> Step:
+        """This step with its modules set to train mode if all of the model is in eval mode; inference as it is."""
+        if self.optimizer is not None and not self.whole.model.training:
+            self.whole.train()
+        return self
 
     @property
     def batch_size(self) -> int:
@@ -88,7 +96,7 @@ class Step:
 
     def with_optimizer(self) -> Step:
         """The same step with its optimizer made, where it was given as a callable."""
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
             return self
         made = self.optimizer(self.whole.model.parameters())
         if not isinstance(made, torch.optim.Optimizer):
@@ -96,9 +104,13 @@ class Step:
         return replace(self, optimizer=made)
 
     def run(self) -> None:
-        """One optimizer step. NotAStep where the loss is not one number to differentiate."""
+        """One optimizer step, or one forward pass. NotAStep where the loss is not one number to differentiate."""
+        if self.optimizer is None:
+            with torch.inference_mode():
+                self.whole(self.inputs, self.targets)
+            return
         assert isinstance(self.optimizer, torch.optim.Optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
         value = self.whole(self.inputs, self.targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -119,23 +131,33 @@ class Step:
             try:
                 whole = copy.deepcopy(self.whole, memo)
                 fill()
-                return Step(whole, self.inputs, self.targets, _copied_optimizer(self.optimizer, memo))
+                return replace(self, whole=whole, optimizer=_copied_optimizer(self.optimizer, memo))
             except Exception as error:
                 raise MemoryModelError(_uncopiable(self, error)) from error
 
 
 def checked_step(
-    model: nn.Module, batch: Any, loss: Callable[..., Any], optimizer: Any, autocast: torch.dtype | None
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+    set_to_none: bool = True,
 ) -> Step:
     """The step that these arguments of `predict_memory` describe; ValueError or TypeError says what will not do."""
     _check_model(model)
-    if not callable(loss):
+    if (loss is None) != (optimizer is None):
+        given = "optimizer" if loss is None else "loss"
+        raise ValueError(f"{given} without the other: training needs loss and optimizer, inference takes None for both.")
+    if not isinstance(set_to_none, bool):
+        raise TypeError(f"set_to_none must be True or False, as for optimizer.zero_grad, not {set_to_none!r:.80}.")
+    if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of (output, targets), such as nn.CrossEntropyLoss(), not {loss!r}.")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast must be None, torch.bfloat16 or torch.float16, not {autocast!r}.")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError("batch must be (inputs, targets), as a DataLoader gives it: next(iter(loader)).")
-    step = Step(Whole(model, loss, autocast), batch[0], batch[1], optimizer)
+    step = Step(Whole(model, loss, autocast), batch[0], batch[1], optimizer, set_to_none)
     tensors = step.batch_tensors()
     if not tensors or any(tensor.dim() == 0 or len(tensor) == 0 for tensor in tensors):
         raise ValueError("Every tensor of the batch must have a first dimension N of at least 1, one entry a sample.")
@@ -147,7 +169,7 @@ def checked_step(
     if isinstance(optimizer, torch.optim.Optimizer):
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("optimizer holds parameters that are not this model's: make it from model.parameters().")
-    elif not callable(optimizer):
+    elif optimizer is not None and not callable(optimizer):
         raise TypeError(f"optimizer must be an optimizer or what makes one (torch.optim.AdamW), not {optimizer!r:.80}.")
     return step
 

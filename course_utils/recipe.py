@@ -119,6 +119,23 @@ class Recipe:
         ),
     ] = "float32"
     precision: Annotated[str, Choice("automatic mixed precision, or float32 throughout", ("fp32", "amp"))] = "fp32"
+    channels_last: Annotated[bool, Choice("keep model and images with the channels innermost in memory", _SWITCH)] = (
+        False
+    )
+    compile: Annotated[bool, Choice("run the model through torch.compile, during the warm-up", _SWITCH)] = False
+    checkpoint: Annotated[
+        bool, Choice("compute each residual block's forward pass again for its backward", _SWITCH)
+    ] = False
+    optimizer: Annotated[
+        str,
+        Choice(
+            "how AdamW updates weights: as torch chooses, many at once, all in one kernel, or one by one",
+            ("default", "foreach", "fused", "forloop"),
+        ),
+    ] = "default"
+    # Not below 8: a strided 1 × 1 convolution of fewer channels in channels_last writes past its memory on a CPU with
+    # AVX2 (seen in torch 2.11 and 2.14: "double free or corruption").
+    width: Annotated[int | None, Whole("channels of the course's model in its first stage", 8, 512, True)] = None
     item_every: Annotated[int, Whole("read the loss with .item() every so many steps; 0: never", 0, 1_000_000)] = 1
     lr: Annotated[float, Positive("AdamW's learning rate")] = 1e-3
     seed: Annotated[int, Whole("for the weights, the order and the augmentation", 0, 2**31 - 1)] = 0

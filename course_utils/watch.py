@@ -61,7 +61,7 @@ class Watch:
             disable=not progress,
         )
         self._process, self._peak_rss = psutil.Process(), 0
-        self._started = self._seconds = 0.0
+        self._started = self._seconds = self._first_batch = self._warmup_s = 0.0
 
     def __enter__(self) -> Watch:
         self._whole.callback(self._bar.close)
@@ -103,6 +103,8 @@ class Watch:
                     batch = next(iterator)
                 if self._started:
                     self._waits.append((asked, self._mark()))
+                elif not self.all_steps:
+                    self._first_batch = time.perf_counter()
                 yield batch
             self._stop()
         finally:
@@ -132,6 +134,10 @@ class Watch:
     def show(self, loss: float) -> None:
         """Put the loss beside the progress bar."""
         self._bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
+
+    def extra_warmup_s(self) -> float:
+        """How much longer the warm-up took, once its first batch was there, than as many measured steps."""
+        return max(0.0, self._warmup_s - self.warmup_steps * self._seconds / self.steps)
 
     def measurement(self, recipe: Recipe, notes: tuple[str, ...]) -> Measurement:
         """What was measured; call it once, after the loop."""
@@ -178,6 +184,7 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._started = time.perf_counter()
+        self._warmup_s = self._started - self._first_batch
 
     def _stop(self) -> None:
         synchronize(self.device)

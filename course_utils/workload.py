@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from course_utils import runtime
+from course_utils.checkpointing import checkpoint_blocks, checkpointed_blocks, correct_batchnorm, uncheckpoint
 from course_utils.feed import open_feed
 from course_utils.images import (
     IMAGE_SIZE,
@@ -56,6 +57,12 @@ _WARMUP_STEPS = {"cpu": 2, "cuda": 10}
 # A GPU run lasts long enough for a few dozen utilisation samples; NVML's own window is up to 1 s (nvmlUtilization_t).
 _SECONDS = {"cpu": 4.0, "cuda": 12.0}
 _SAMPLES = {"cpu": 640, "cuda": None}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "forloop": {"foreach": False, "fused": False},
+}
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -71,10 +78,11 @@ def training_loop(
 ) -> None:
     """Train on every batch: copy, forward, loss, backward, optimizer step. `watch` counts."""
     dtype = low_precision(device)
+    layout = torch.channels_last if recipe.channels_last else torch.preserve_format
     for images, labels in batches:
         images = images.to(device, non_blocking=recipe.non_blocking)
         labels = labels.to(device, non_blocking=recipe.non_blocking)
-        images = to_float(images)  # the image work that the recipe leaves to the device, if any
+        images = to_float(images).to(memory_format=layout)  # image work left to the device, if any
         with torch.autocast(device.type, dtype=dtype, enabled=recipe.precision == "amp"):
             loss = functional.cross_entropy(model(images), labels)
         optimizer.zero_grad(set_to_none=True)
@@ -101,7 +109,9 @@ def train(
     `data`: None for the course's photographs, or a folder of class folders, or a dataset of (image, class index) with
     `.classes` or `.targets`, such as your own `ImageFolder`. PIL images get the course's transform, tensors stay as
     they are; for `cache`, `augment="batch"` and `transfer="uint8"` they must be uint8, of any size. `model`: None for a
-    new `small_resnet`; yours is trained in place. `monitor`: None to start one for the measured steps, a running
+    new `small_resnet`; yours is trained in place, and keeps the memory format of `channels_last`, but is neither
+    compiled nor checkpointed afterwards (what else this process compiled is compiled anew after `compile=True`).
+    `monitor`: None to start one for the measured steps, a running
     `Monitor` to read that one (its live view is kept up to date), False for none.
 
     It stops at `recipe.steps`, at `recipe.samples` or after `seconds` of measured time, whichever comes first. With
@@ -120,22 +130,34 @@ def train(
         seconds = Positive("how long to measure").checked("seconds", seconds)
     device = _usable(device)
     recipe = recipe if recipe.image_size else recipe.but(image_size=IMAGE_SIZE[device.type])
+    if model is None:
+        recipe = recipe if recipe.width else recipe.but(width=MODEL_WIDTH[device.type])
+    elif recipe.width:
+        raise ValueError(f"width={recipe.width} is for the course's own model: leave it out where you give a model")
     samples = recipe.samples
     if recipe.steps is None and samples is None and seconds is None:
         samples, seconds = _SAMPLES[device.type], _SECONDS[device.type]
     with _own_random_state(recipe.seed, device):  # data that draws at random while it is cached has no say later
         feed = open_feed(data, recipe, device, progress)
     watch = Watch(device, _WARMUP_STEPS[device.type], recipe.steps, samples, seconds, monitor, progress)
-    with _own_random_state(recipe.seed, device), watch:
-        model = small_resnet(class_count(feed.source), MODEL_WIDTH[device.type]) if model is None else model
+    with _own_random_state(recipe.seed, device), ExitStack() as afterwards, watch:
+        model = small_resnet(class_count(feed.source), recipe.width or 0) if model is None else model
         model.to(device).train()
+        if recipe.channels_last:
+            model.to(memory_format=torch.channels_last)
+        if recipe.checkpoint and not checkpointed_blocks(model):
+            afterwards.callback(uncheckpoint, _checkpointed(model))
+        if recipe.compile:
+            torch.compiler.reset()  # otherwise the ninth such run would not be compiled: torch's recompile_limit is 8
+            model = cast(nn.Module, torch.compile(model, dynamic=False))  # one run, one batch size
         watch.watch_memory(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, **_OPTIMIZERS[recipe.optimizer])
         half = recipe.precision == "amp" and low_precision(device) is torch.float16
         scaler = torch.amp.GradScaler(device.type, enabled=half)  # only float16 needs its loss scaled
-        batches = watch.batches(_loader(feed.dataset, recipe, device, feed.collate))
-        training_loop(model, batches, optimizer, scaler, recipe, device, watch, feed.to_float)
-        return watch.measurement(recipe, (*_notes(recipe, device), *feed.notes))
+        loader = _loader(feed.dataset, recipe, device, feed.collate)
+        training_loop(model, watch.batches(loader), optimizer, scaler, recipe, device, watch, feed.to_float)
+        notes = (*_notes(recipe, device), *_compile_notes(recipe, loader, watch), *feed.notes)
+        return watch.measurement(recipe, notes)
 
 
 @torch.no_grad()
@@ -182,7 +204,18 @@ def _loader(
             persistent_workers=recipe.persistent_workers,
             pin_memory=recipe.pin_memory and device.type == "cuda" and recipe.cache != "device",
             generator=torch.Generator().manual_seed(recipe.seed),
+            drop_last=recipe.compile and len(dataset) >= recipe.batch_size,  # type: ignore[arg-type]
         )
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    try:
+        return correct_batchnorm(checkpoint_blocks(model))
+    except ValueError:
+        raise ValueError(
+            "checkpoint=True knows the blocks of small_resnet alone: call checkpoint_blocks(model, kinds) on your "
+            "model before you give it"
+        ) from None
 
 
 def _notes(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
@@ -200,6 +233,26 @@ def _notes(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
         # Measured: 20 times slower than float32 on an AMD EPYC with AVX2 only (torch 2.14.1, November 2026).
         notes.append(
             "bfloat16 is fast only on CPUs with AMX or AVX-512 BF16, and many times slower than float32 on others"
+        )
+    if recipe.channels_last and device.type == "cuda" and recipe.precision == "fp32":
+        # pytorch/pytorch#50036: the gain is in half precision, on tensor cores.
+        notes.append("channels_last is for tensor cores, so it pays with precision='amp' and little without")
+    # torch.optim.AdamW: foreach is the default on CUDA. On a CPU the _foreach_ operations are loops themselves.
+    if recipe.optimizer == ("forloop" if device.type == "cpu" else "foreach"):
+        notes.append(f"optimizer={recipe.optimizer!r} is what torch chooses by itself on this device")
+    elif recipe.optimizer == "foreach":
+        notes.append("optimizer='foreach' cannot help on a CPU, which has no operation for several weights at once")
+    return tuple(notes)
+
+
+def _compile_notes(recipe: Recipe, loader: DataLoader[Any], watch: Watch) -> tuple[str, ...]:
+    if not recipe.compile:
+        return ()
+    notes = [f"compiling took about {watch.extra_warmup_s():.1f} s of the warm-up, which the throughput leaves out"]
+    left_out = len(loader.dataset) % recipe.batch_size  # type: ignore[arg-type]
+    if loader.drop_last and left_out:
+        notes.append(
+            f"with compile=True each epoch ends {left_out} samples early: a smaller last batch would be compiled anew"
         )
     return tuple(notes)
 

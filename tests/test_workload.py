@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import inspect
 import os
@@ -28,6 +29,7 @@ from torchvision.datasets import ImageFolder
 
 from course_utils import watch as watch_module
 from course_utils import workload
+from course_utils.checkpointing import checkpoint_blocks, checkpointed_blocks
 from course_utils.images import class_count, open_data, train_transform
 from course_utils.monitor import Device, Monitor, Reading
 from course_utils.photos import PhotoSet, prepare_photos
@@ -105,6 +107,8 @@ def workers() -> list[psutil.Process]:
 def test_the_defaults_are_the_naive_way() -> None:
     naive = Recipe()
     assert (naive.batch_size, naive.num_workers, naive.precision, naive.item_every) == (16, 0, "fp32", 1)
+    assert not (naive.channels_last or naive.compile or naive.checkpoint)
+    assert (naive.optimizer, naive.width) == ("default", None)
     assert not (naive.pin_memory or naive.non_blocking or naive.persistent_workers) and naive.prefetch_factor is None
     assert naive.changes() == {} and repr(naive) == "Recipe()"
     with pytest.raises(FrozenInstanceError):
@@ -161,6 +165,18 @@ def test_every_knob_has_a_meaning_and_a_default_that_it_takes() -> None:
         ("precision", True),
         ("precision", None),
         ("precision", ["amp"]),
+        ("channels_last", "yes"),
+        ("channels_last", None),
+        ("compile", 1),
+        ("compile", "max-autotune"),
+        ("checkpoint", 0),
+        ("checkpoint", nn.Linear),
+        ("optimizer", "adam"),
+        ("optimizer", None),
+        ("optimizer", True),
+        ("width", 4),
+        ("width", 1024),
+        ("width", 16.0),
         ("item_every", -1),
         ("item_every", False),
         ("lr", 0),
@@ -437,6 +453,188 @@ def test_it_learns(tmp_path: Path) -> None:
     result = run(Recipe(image_size=48, steps=60), data=photos, model=model)
     assert result.loss_end < 0.6 * result.loss_start
     assert accuracy(model, photos, image_size=48) > max(0.25, chance)
+
+
+# The knobs of a leaner model
+
+
+@pytest.fixture
+def quick_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """torch.compile without its code generation, which takes a minute on a CPU; lists the batch sizes it was given."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(next(len(one) for one in examples if one.dim() == 4 and not one.requires_grad))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    yield graphs
+    torch.compiler.reset()
+
+
+LEAN = TINY.but(batch_size=8, width=8)
+# How far a loss may be from the naive one. Sums in another order differ in their last bits, and each step of AdamW
+# makes more of it; the steps of `checkpoint` and `forloop` are the same operations on a CPU.
+TOLERANCES: list[tuple[dict[str, Any], float]] = [
+    ({"checkpoint": True}, 0),
+    ({"optimizer": "forloop"}, 0),
+    ({"optimizer": "foreach"}, 1e-5),
+    ({"optimizer": "fused"}, 1e-5),
+    ({"channels_last": True}, 1e-3),
+    ({"compile": True}, 1e-3),
+    ({"item_every": 2}, 0),
+    ({"channels_last": True, "checkpoint": True, "optimizer": "fused"}, 1e-3),
+]
+
+
+@pytest.mark.parametrize(("knob", "tolerance"), TOLERANCES, ids=[repr(Recipe(**knob)) for knob, _ in TOLERANCES])
+def test_each_knob_trains_the_same(
+    knob: dict[str, Any], tolerance: float, photos: PhotoSet, quick_compile: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves: list[list[torch.Tensor]] = []
+    measure = Watch.measurement
+
+    def noting(watch: Watch, *parts: Any) -> Any:
+        curves.append(watch._losses)
+        return measure(watch, *parts)
+
+    monkeypatch.setattr(Watch, "measurement", noting)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        naive, lean = run(LEAN, data=photos), run(LEAN.but(**knob), data=photos)
+    expected, found = (torch.stack(curve) for curve in curves)
+    assert len(found) == 5 and torch.allclose(found, expected, rtol=tolerance, atol=0), (expected, found)
+    assert (naive.steps, naive.samples) == (lean.steps, lean.samples) and bool(quick_compile) is ("compile" in knob)
+
+
+def test_the_knobs_reach_torch(photos: PhotoSet, monkeypatch: pytest.MonkeyPatch, quick_compile: list[int]) -> None:
+    seen: list[Any] = []
+
+    def loop(model: Any, batches: Any, optimizer: Any, *rest: Any) -> None:
+        once = [block.batchnorm_once for block in checkpointed_blocks(model)]
+        seen.append((model, optimizer, once))
+        training_loop(model, batches, optimizer, *rest)
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 2, 3)
+            self.layouts: list[bool] = []
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.layouts.append(images.is_contiguous(memory_format=torch.channels_last))
+            return self.convolution(images).mean((2, 3))
+
+    monkeypatch.setattr(workload, "training_loop", loop)
+    for knob in [{}, {"channels_last": True}]:
+        looks = Looks()
+        run(Recipe(steps=1, **knob), data=Tensors(), model=looks)  # type: ignore[arg-type]
+        weight = looks.convolution.weight
+        assert {*looks.layouts, weight.is_contiguous(memory_format=torch.channels_last)} == {bool(knob)}
+    ways = {"default": (None, None), "foreach": (True, None), "fused": (None, True), "forloop": (False, False)}
+    for name, expected in ways.items():
+        run(Recipe(steps=1, optimizer=name), data=Tensors(), model=Probe())
+        group = seen[-1][1].param_groups[0]
+        assert (group["foreach"], group["fused"]) == expected
+    run(LEAN.but(steps=1, checkpoint=True), data=photos)
+    run(LEAN.but(steps=1, width=None), data=photos)
+    assert [once for *_, once in seen[-2:]] == [[True] * 4, []]
+    assert [model[0].out_channels for model, *_ in seen[-2:]] == [8, workload.MODEL_WIDTH["cpu"]]
+    assert not quick_compile
+
+
+def test_the_width_is_told_and_is_not_for_a_given_model(photos: PhotoSet) -> None:
+    assert run(LEAN.but(steps=1), data=photos).recipe.width == 8
+    assert run(LEAN.but(steps=1, width=None), data=photos).recipe.width == workload.MODEL_WIDTH["cpu"]
+    assert run(Recipe(steps=1), data=Tensors(), model=Probe()).recipe.width is None
+    with pytest.raises(ValueError, match="width=8 is for the course's own model: leave it out"):
+        run(LEAN, data=Tensors(), model=Probe())
+
+
+def test_a_given_model_is_as_it_was_afterwards(quick_compile: list[int]) -> None:
+    class Blocks(Probe):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.block = nn.Sequential(nn.Linear(2, 2))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.block(super().forward(images))  # type: ignore[no-any-return]
+
+    recipe = Recipe(steps=2, checkpoint=True)
+    with pytest.raises(
+        ValueError, match=r"blocks of small_resnet alone: call checkpoint_blocks\(model, kinds\) on your"
+    ):
+        run(recipe, data=Tensors(), model=Blocks())
+    own = checkpoint_blocks(Blocks(), "block")
+    run(recipe, data=Tensors(), model=own)
+    assert len(checkpointed_blocks(own)) == 1  # who checkpointed it keeps it
+    course = small_resnet(2, width=8)
+    data = TensorDataset(torch.rand(40, 3, 48, 48), torch.zeros(40).long())
+    run(recipe, data=data, model=course)
+    assert checkpointed_blocks(course) == []
+    run(recipe.but(checkpoint=False, compile=True), data=data, model=course)
+    assert len(quick_compile) == 1 and not course._forward_hooks
+    course(torch.rand(2, 3, 48, 48))
+    assert len(quick_compile) == 1
+    failing = small_resnet(2, width=8)
+    failing[7].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, data=data, model=failing)
+    assert checkpointed_blocks(failing) == []
+
+
+def test_compiling_is_told_apart_and_each_run_compiles(quick_compile: list[int]) -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for batch_size in (8, 16, 12):
+            result = run(Recipe(batch_size=batch_size, steps=3, compile=True), data=Tensors(40), model=Line())
+    # The short batches that end an epoch are left out, not compiled too.
+    assert quick_compile == [8, 16, 12] and result.samples == 36
+    compiling, short = result.notes
+    assert compiling.startswith("compiling took about ") and "which the throughput leaves out" in compiling
+    assert short.startswith("with compile=True each epoch ends 4 samples early")
+    assert len(run(Recipe(batch_size=8, steps=3, compile=True), data=Tensors(40), model=Line()).notes) == 1
+    few = run(Recipe(batch_size=64, steps=1, compile=True), data=Tensors(40), model=Line())
+    assert few.samples == 40  # a data set smaller than a batch is still trained on
+
+
+class Line(nn.Module):
+    """The smallest model to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.linear(images.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_what_the_warm_up_cost_beyond_its_steps() -> None:
+    with Watch(torch.device("cpu"), 2, 4, None, None, False, False) as watch:
+        for images, _ in watch.batches([(torch.zeros(4), torch.zeros(4))] * 8):
+            time.sleep(0.2 if watch.all_steps == 0 else 0.01)
+            watch.count(images.sum(), len(images))
+        assert 0.1 < watch.extra_warmup_s() < 0.2 + watch._warmup_s - 0.2
+        watch._warmup_s = 0.0
+        assert watch.extra_warmup_s() == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "said"),
+    [
+        (Recipe(channels_last=True), "cuda", "channels_last is for tensor cores"),
+        (Recipe(channels_last=True, precision="amp"), "cuda", ""),
+        (Recipe(channels_last=True), "cpu", ""),
+        (Recipe(optimizer="foreach"), "cuda", "what torch chooses by itself"),
+        (Recipe(optimizer="foreach"), "cpu", "cannot help on a CPU"),
+        (Recipe(optimizer="forloop"), "cpu", "what torch chooses by itself"),
+        (Recipe(optimizer="forloop"), "cuda", ""),
+        (Recipe(optimizer="fused"), "cpu", ""),
+        (Recipe(optimizer="fused"), "cuda", ""),
+    ],
+)
+def test_a_knob_that_cannot_help_says_so(recipe: Recipe, device: str, said: str) -> None:
+    notes = workload._notes(recipe, torch.device(device))
+    assert (said in notes[0] and len(notes) == 1) if said else notes == ()
 
 
 # Workers
