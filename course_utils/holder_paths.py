@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from course_utils.holder_roots import Root, variables
-from course_utils.live_tensors import array_memory, gradient, is_graph_node, memory_bytes
+from course_utils.live_tensors import array_memory, gradient, is_graph_node, is_saved, memory_bytes
 from course_utils.views import number
 
 _LONGEST_PATH, _LONGEST_KEY = 160, 40
@@ -127,7 +127,7 @@ def _step(way: list[Any], place: int) -> str:
         return f" (variable {_named(variables(frame), child) if frame else '?'})"
     if array_memory(parent) is child and child is not None:
         return ".base"
-    if is_graph_node(parent) or kind in (CellType, FunctionType, TracebackType):
+    if is_graph_node(parent) or is_saved(parent) or kind in (CellType, FunctionType, TracebackType):
         return ""
     if issubclass(kind, type):
         return ""

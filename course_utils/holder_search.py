@@ -17,7 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from course_utils.holder_roots import Notebook, Root, find_roots, is_machinery, module_namespaces, shell_parts
-from course_utils.live_tensors import array_memory, graph_children, is_graph_node, memory_key, tensor_children
+from course_utils.live_tensors import (
+    array_memory,
+    graph_children,
+    is_graph_node,
+    is_saved,
+    memory_key,
+    packed,
+    tensor_children,
+)
 
 BUDGET_S = 5.0
 _MOST_OBJECTS = 400_000
@@ -110,8 +118,7 @@ class Search:
     def _counts(self, value: Any) -> bool:
         """Whether an object can lead to a tensor, and is no part of the machinery that everything leads to."""
         if not gc.is_tracked(value):
-            # What only C++ held for a while is tracked no more, though it may be a learner's tensor.
-            return issubclass(type(value), torch.Tensor) or array_memory(value) is not None
+            return array_memory(value) is not None or is_saved(value)
         if id(value) in self.stops:
             return False
         kind = type(value)
@@ -147,5 +154,7 @@ def _children(node: Any) -> Iterator[Any]:
         yield from tensor_children(node)
     elif is_graph_node(node):
         yield from graph_children(node)
+    elif is_saved(node):
+        yield from packed(node)
     elif (memory := array_memory(node)) is not None:
         yield memory

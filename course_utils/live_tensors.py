@@ -129,10 +129,16 @@ def graph_children(node: Any) -> Iterator[Any]:
         except RuntimeError:  # torch's answer once a backward has freed them
             continue
         for one in saved if isinstance(saved, tuple | list) else (saved,):
-            yield from _packed(one)
+            yield from packed(one)
 
 
-def _packed(saved: Any) -> Iterator[Any]:
+def is_saved(value: Any) -> bool:
+    """Whether a value is a tensor that autograd packed; a checkpoint of torch 2.14 keeps its inputs in such."""
+    return type(value).__name__ == "SavedTensor"
+
+
+def packed(saved: Any) -> Iterator[Any]:
+    """What autograd packed, and the function that would unpack it."""
     try:
         yield getattr(saved, "data", None)
         yield getattr(saved, "unpack_hook", None)

@@ -225,7 +225,8 @@ def _copied_optimizer(optimizer: Any, memo: dict[int, Any]) -> Any:
         if name not in vars(copied) and not callable(value) and not name.startswith("_optimizer_"):
             setattr(copied, name, copy.deepcopy(value, memo))
     for group, original in zip(copied.param_groups, optimizer.param_groups, strict=True):
-        group.update({key: False for key in ("capturable", "fused") if group.get(key)})
+        if group.get("capturable"):
+            group["capturable"] = False
         if isinstance(original.get("lr"), torch.Tensor):
             group["lr"] = float(original["lr"])  # steps read its value, which a fake tensor does not have
     return copied

@@ -90,8 +90,9 @@ def free(*names: str, namespace: dict[str, Any] | None = None, empty_cache: bool
     is no name, or is IPython's own.
     """
     book = notebook(namespace)
-    words = [_checked(name, book) for name in names]
-    gc.collect()  # what is garbage already is not this call's doing
+    words = list(dict.fromkeys(_checked(name, book) for name in names))
+    if words:
+        gc.collect()  # what is garbage already does not come from these names
     before = live_bytes()
     watched = {name: _Watched(book.names[name]) for name in words}
     dropped: list[str] = []

@@ -551,7 +551,8 @@ my_progress.show()
 # - After an out-of-memory error: leave the `except` block, then go on.
 # - Accumulate by share, and keep the effective batch. Retune the learning rate when it changes.
 #
-# **Next lesson**: 05 · Leaner models, in preparation.
+# **Next lesson**: 05 · Leaner models
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your__account/gpu-utilisation-course/blob/main/notebooks/05_lean_models.ipynb)
 #
 # ## Further reading
 #

@@ -634,7 +634,8 @@ my_progress.show()
 # - Checkpointing buys memory with a third more arithmetic, and BatchNorm must count once.
 # - Compiling is an investment with a break-even step. MFU says how much a faster step could still gain.
 #
-# **Next lesson**: 06 · Lightning, in preparation.
+# **Next lesson**: 06 · Let Lightning run the loop
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your__account/gpu-utilisation-course/blob/main/notebooks/06_lightning.ipynb)
 #
 # ## Further reading
 #

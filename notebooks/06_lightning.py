@@ -40,8 +40,8 @@
 # **Time**: 35 minutes to read and run, 25 minutes for the exercises. **Needs**: lesson 04; lesson 05 helps. Without a GPU
 # everything runs on the CPU, with `accelerator="cpu"` and otherwise the same code.
 #
-# **What is installed**: Colab has no Lightning. The next cell adds the package `lightning` and what that needs and Colab lacks
-# (such as `torchmetrics`), and leaves torch, torchvision and numpy as they are. It says what it added.
+# **What is installed**: Colab has no Lightning. The next cell adds the package `lightning` and what that needs and
+# Colab lacks (such as `torchmetrics`), and leaves torch, torchvision and numpy as they are. It says what it added.
 
 # %% cellView="form" jupyter={"source_hidden": true} tags=["setup"]
 # @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
@@ -97,6 +97,7 @@ _setup()
 
 # %%
 import csv
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -108,7 +109,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from course_utils import fast_images, image_cache, lightning_tools, oom, progress
 from course_utils import runtime, workload
@@ -198,11 +199,11 @@ class Classifier(L.LightningModule):
 # | `zero_grad()`, `backward()`, `step()` | nothing to write | Trainer |
 # | `losses.append(loss.item())` | `self.log("train_loss", loss)` | you say what, the logger where |
 #
-# One difference does not show in the losses: `.item()` makes the CPU wait for the GPU in every step. `self.log` keeps a tensor,
-# and reads it when the logger writes, every 50th step if you say nothing.
+# One difference does not show in the losses: `.item()` makes the CPU wait for the GPU in every step. `self.log` keeps a
+# tensor, and reads it when the logger writes, every 50th step if you say nothing.
 #
-# A Trainer has many defaults. Here most are off, so that you see what each one adds. No progress bar: in a notebook Lightning
-# draws a widget, which is slow and gone when the notebook is opened again.
+# A Trainer has many defaults. Here most are off, so that you see what each one adds. No progress bar either: these runs
+# are short.
 
 # %%
 scratch = tempfile.TemporaryDirectory()  # all files of this lesson; the last cell removes it
@@ -254,8 +255,9 @@ same.draw()
 #
 # It does this well, and two things in it are not what lesson 04 and lesson 05 taught.
 #
-# **Predict first**: a model with one weight, whose gradient is always 1. SGD with lr = 1, ten batches, `accumulate_grad_batches=4`.
-# The groups have 4, 4 and 2 batches, so there are three steps. Where does the weight end? (It starts at 0.)
+# **Predict first**: a model with one weight, whose gradient is always 1. SGD with lr = 1, ten batches,
+# `accumulate_grad_batches=4`. The groups have 4, 4 and 2 batches, so there are three steps. Where does the weight end?
+# (It starts at 0.)
 
 # %%
 my_guess_weight = -3.0
@@ -281,8 +283,8 @@ print(f"it ends at {one.weight.item()}; you guessed {my_guess_weight}")
 # Steps of 1, 1 and 0.5: Trainer divides by four, also the last group of two. Lesson 04 weighed each piece by its share.
 # Choose a number that divides the batches of an epoch, or drop the last ones with `limit_train_batches`.
 #
-# The second: with `precision="16-mixed"` the scaler skips a step whose gradients overflow. **Trainer moves a schedule by step all
-# the same**; lesson 05's loop does not. Here a float16 step overflows on purpose, on the CPU, at batch 1.
+# The second: with `precision="16-mixed"` the scaler skips a step whose gradients overflow. **Trainer moves a schedule
+# by step all the same**; lesson 05's loop does not. Here a float16 step overflows on purpose, on the CPU, at batch 1.
 
 # %%
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -304,8 +306,8 @@ half = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
 L.Trainer(**plain | {"accelerator": "cpu"}, plugins=[half]).fit(Overflows(), DataLoader(range(4)))
 
 # %% [markdown]
-# From batch 1 to batch 2 the weight stood still and the learning rate was halved. A few skipped steps at the start do no harm; a
-# short warm-up schedule may be over before training has begun.
+# From batch 1 to batch 2 the weight stood still and the learning rate was halved. A few skipped steps at the start do
+# no harm; a short warm-up schedule may be over before training has begun.
 #
 # Precision is a word. What it buys depends on the device (lesson 05):
 
@@ -320,44 +322,13 @@ if on_gpu:
         print(f"{precision}: {monitor.measurement.samples_per_s:,.0f} samples/s")
 else:
     print("Skipped: no GPU. It would train in float32 and in mixed precision, and print samples/s.")
-    print('A CPU takes precision="bf16-mixed"; without AMX or AVX-512 BF16 that is many times slower.')
+    print('A CPU takes precision="bf16-mixed", which is fast only with AMX or AVX-512 BF16.')
 
 # %% [markdown]
-# ## 4. What Trainer costs
+# ## 4. How busy, while it trains
 #
-# **Trainer makes no kernel faster.** It runs your `training_step` and adds Python around it: hooks, counters, the logger.
-#
-# **Predict first**: how many microseconds does Trainer add to each step?
-
-# %%
-my_guess_us = 100
-
-overhead = lightning_tools.overhead_per_step(device=device, budget_s=8)
-print(f"you guessed {my_guess_us} µs")
-overhead
-
-# %%
-overhead.draw()
-
-# %% [markdown]
-# The rounds take turns, and *noise* is how far their differences lie apart. Each line after *Trainer* adds to the one before it.
-# What does it mean for a step of the course's job?
-
-# %%
-timing = L.Trainer(**plain, callbacks=[monitor := lightning_tools.MonitorCallback()])
-timing.fit(Classifier(new_model()), new_loader())
-step_s = monitor.measurement.seconds / monitor.measurement.batches
-print(f"a step of 64 photographs: {1e3 * step_s:.1f} ms")
-print(f"Trainer's part: {100 * overhead.share(step_s):.1f} % if the device waited for it")
-
-# %% [markdown]
-# On a GPU it usually does not wait: the CPU runs ahead and queues kernels, and Trainer's Python hides behind them. It stops hiding where
-# steps are very short (small models, small batches), or where something makes the CPU wait for the GPU in every step.
-#
-# ## 5. How busy, while it trains
-#
-# `MonitorCallback` is an ordinary Lightning callback. It logs what the scoreboard shows into whatever logger the Trainer has:
-# `CSVLogger`, `TensorBoardLogger`, several, or none.
+# `MonitorCallback` is an ordinary Lightning callback. It logs what the scoreboard shows into whatever logger the
+# Trainer has: `CSVLogger`, `TensorBoardLogger`, several, or none.
 #
 # **Predict first**: what share of the time does the device wait for data here?
 
@@ -366,7 +337,7 @@ my_guess_wait_percent = 20
 
 monitor = lightning_tools.MonitorCallback()
 trainer = L.Trainer(
-    **plain | {"max_epochs": 40 if on_gpu else 3, "logger": CSVLogger(folder)},
+    **plain | {"max_epochs": 40 if on_gpu else 2, "logger": CSVLogger(folder)},
     callbacks=[monitor],
     log_every_n_steps=5,
 )
@@ -383,19 +354,50 @@ monitor.draw()
 # %%
 with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
     rows = list(csv.DictReader(file))
-print(list(rows[0]))
-for row in rows[:4]:
-    print(row["step"], row["train_loss"] or row["monitor/samples_per_s"])
+for name in ("train_loss", "monitor/samples_per_s", "monitor/data_wait_percent"):
+    print(f"{name:26}", [f"{float(row[name]):.1f}" for row in rows if row[name]][:6])
 
 # %% [markdown]
-# **TensorBoard or matplotlib?** TensorBoard while a run goes on: it shows long runs, several side by side, also from another machine.
-# `monitor.draw()` at the end: a picture that stays in the saved notebook, works without a server, and goes into a report.
-# For TensorBoard write `logger=TensorBoardLogger(folder)` (it needs the package `tensorboard`, which Colab has), then in a cell of its own
+# **TensorBoard or matplotlib?** TensorBoard while a run goes on: it shows long runs, several side by side, also from
+# another machine. `monitor.draw()` at the end: a picture that stays in the saved notebook, works without a server, and
+# goes into a report. For TensorBoard write `logger=TensorBoardLogger(folder)` (it needs the package `tensorboard`,
+# which Colab has), then in a cell of its own
 #
 # ```
 # %load_ext tensorboard
 # %tensorboard --logdir FOLDER
 # ```
+#
+# ## 5. What Trainer costs
+#
+# **Trainer makes no kernel faster.** It runs your `training_step` and adds Python around it: hooks, counters, the
+# logger.
+#
+# **Predict first**: how many microseconds does Trainer add to each step?
+
+# %%
+my_guess_us = 100
+
+overhead = lightning_tools.overhead_per_step(device=device, budget_s=6)
+print(f"you guessed {my_guess_us} µs")
+overhead
+
+# %%
+overhead.draw()
+
+# %% [markdown]
+# The rounds take turns, and *noise* is how far their differences lie apart. Each line after *Trainer* adds to the one
+# before it. What does it mean for a step of the course's job, as the monitor measured it?
+
+# %%
+step_s = monitor.measurement.seconds / monitor.measurement.batches
+print(f"a step of 64 photographs: {1e3 * step_s:.1f} ms")
+print(f"Trainer's part: {100 * overhead.share(step_s):.1f} % if the device waited for it")
+
+# %% [markdown]
+# On a GPU it usually does not wait: the CPU runs ahead and queues kernels, and Trainer's Python hides behind them. It
+# stops hiding where steps are very short (small models, small batches), or where something makes the CPU wait for the
+# GPU in every step.
 #
 # ## 6. Lightning's profiler
 #
@@ -410,13 +412,13 @@ for name in sorted(spent, key=spent.get, reverse=True)[:8]:
 
 # %% [markdown]
 # The actions lie inside each other: `run_training_epoch` holds the rest. `train_dataloader_next` is the wait for data.
-# On a GPU these are the times in which kernels are *queued*: `optimizer_step` may look cheap and the next thing that waits for the
-# GPU looks dear. For kernels take `profiler="pytorch"`, which runs `torch.profiler`.
+# On a GPU these are the times in which kernels are *queued*: `optimizer_step` may look cheap and the next thing that
+# waits for the GPU looks dear. For kernels take `profiler="pytorch"`, which runs `torch.profiler`.
 #
 # ## 7. The batch-size finder, and where it goes wrong
 #
-# `Tuner.scale_batch_size` doubles the batch until memory runs out. Here the memory is simulated, 4.3 MiB on the CPU, so that the
-# same happens to everybody. The module needs an attribute `batch_size`, and a loader that asks it.
+# `Tuner.scale_batch_size` doubles the batch until memory runs out. Here the memory is simulated, 4.3 MiB on the CPU, so
+# that the same happens to everybody. The module needs an attribute `batch_size`, and a loader that asks it.
 
 # %%
 class Tunable(L.LightningModule):
@@ -463,23 +465,23 @@ except torch.OutOfMemoryError as error:
     print(f"a batch of {tunable.batch_size:,}: {verdict.kind}")
 
 # %% [markdown]
-# The search stops at `max_val=8192` and returns that, without a trial. The course's [benchmarks](../docs/benchmarks.md) list
-# more of this kind: a batch larger than the data set, an untested 1 where nothing fits. It never looks at throughput either:
-# lesson 04's knee is not what it searches. Exercise 2 makes its answer safe.
+# The search stops at `max_val=8192` and returns that, without a trial. The course's [benchmarks](../docs/benchmarks.md)
+# list more of this kind: a batch larger than the data set, an untested 1 where nothing fits. It never looks at
+# throughput either: lesson 04's knee is not what it searches. Exercise 2 makes its answer safe.
 #
 # ## 8. Why `devices=1` in a notebook
 #
-# Training on several devices takes several processes. A script starts them by running itself again; a notebook has no script. Lightning can
-# *fork* the notebook's process (`strategy="ddp_notebook"`), and refuses once CUDA has been used in it, which one `.to("cuda")` does.
-# With `devices="auto"` it takes a single GPU in a notebook and calls more "experimental and unstable". So in a notebook say
-# `devices=1`; for more, write a script (lesson 09).
+# Training on several devices takes several processes. A script starts them by running itself again; a notebook has no
+# script. Lightning can *fork* the notebook's process (`strategy="ddp_notebook"`), and refuses once CUDA has been used
+# in it, which one `.to("cuda")` does. With `devices="auto"` it takes a single GPU in a notebook and calls more
+# "experimental and unstable". So in a notebook say `devices=1`; for more, write a script (lesson 09).
 #
 # ## 9. Resume without losing a step
 #
 # Colab disconnects. A checkpoint every few steps should make that harmless.
 #
-# **Predict first**: 40 samples, batches of 4, stopped after 6 of 10 batches and resumed from the checkpoint of batch 6. How many of the
-# 40 samples are seen twice in this epoch?
+# **Predict first**: 40 samples, batches of 4, stopped after 6 of 10 batches and resumed from the checkpoint of batch 6.
+# How many of the 40 samples are seen twice in this epoch?
 
 # %%
 my_guess_twice = 0
@@ -499,6 +501,7 @@ class Seen(OneWeight):
         return 1.0 * self.weight
 
 
+# %%
 def interrupt_and_resume(new_loader, here, *callbacks):
     """Train one epoch in two parts; the samples that each part has seen."""
     options = plain | {"enable_checkpointing": True, "accelerator": "cpu"}
@@ -519,12 +522,13 @@ print(f"seen twice: {len(set(first) & set(second))}, you guessed {my_guess_twice
 print(f"never seen: {len(set(range(40)) - set(first) - set(second))}")
 
 # %% [markdown]
-# Lightning warned: *your dataloader is not resumable*. It restores the **number** of the batch, the weights, the optimizer and the
-# schedule. It does not restore the **order** of the data, nor the random numbers for augmentation and dropout. The rest of the epoch is
-# drawn from a new shuffle.
+# Lightning warned: *your dataloader is not resumable*. It restores the **number** of the batch, the weights, the
+# optimizer and the schedule. It does not restore the **order** of the data, nor the random numbers for augmentation and
+# dropout. The rest of the epoch is drawn from a new shuffle.
 #
-# Two small classes add what is missing. `ResumableLoader` draws its order from a seed and the epoch's number, and has the two methods
-# that Lightning asks for, `state_dict` and `load_state_dict`. `RandomState` is a callback that carries the random states in the checkpoint.
+# Two small classes add what is missing. `ResumableLoader` draws its order from a seed and the epoch's number, and has
+# the two methods that Lightning asks for, `state_dict` and `load_state_dict`. `RandomState` is a callback that carries
+# the random states in the checkpoint.
 
 # %%
 first, second = interrupt_and_resume(
@@ -534,19 +538,21 @@ print(f"seen twice: {len(set(first) & set(second))}")
 print(f"never seen: {len(set(range(40)) - set(first) - set(second))}")
 
 # %% [markdown]
-# Now the whole proof, on the photographs with their random crops: two epochs at a stretch, and two epochs interrupted at step 14 with a
-# checkpoint at every fourth. The resumed run starts at step 12 and trains 12 and 13 again.
+# Now the whole proof, on half of the photographs with their random crops: two epochs of five steps at a stretch, and
+# two epochs interrupted at step 8 with a checkpoint at every third. The resumed run starts at step 6, and trains 6 and
+# 7 again.
 
 # %%
 class Disconnect(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == 14:
-            raise RuntimeError("disconnected at step 14")
+        if trainer.global_step == 8:
+            raise RuntimeError("disconnected at step 8")
 
 
 def train(here, *callbacks, resume=None):
-    loader = lightning_tools.ResumableLoader(cached, 64, seed=0, collate_fn=image_cache.as_is)
-    saving = ModelCheckpoint(here, every_n_train_steps=4, save_last=True)
+    half = Subset(cached, range(320))
+    loader = lightning_tools.ResumableLoader(half, 64, seed=0, collate_fn=image_cache.as_is)
+    saving = ModelCheckpoint(here, every_n_train_steps=3, save_last=True)
     options = plain | {"max_epochs": 2, "enable_checkpointing": True}
     module = Classifier(new_model())
     trainer = L.Trainer(**options, callbacks=[lightning_tools.RandomState(), *callbacks, saving])
@@ -569,19 +575,19 @@ print(f"largest difference of any weight: {largest}")
 # %% [markdown]
 # On a CPU it is exactly 0. On a GPU it is as small as two runs of the same code differ.
 #
-# - Checkpoints come **at the end of a step** (`every_n_train_steps`). One that is written when the error happens may lie in the middle
-#   of one, and its batch would be lost.
+# - Checkpoints come **at the end of a step** (`every_n_train_steps`). One that is written when the error happens may
+#   lie in the middle of one, and its batch would be lost.
 # - The interrupt button works too: Trainer calls its callbacks' `on_exception`, then ends with `SystemExit`.
-# - Checkpoints are files from outside: `fit` loads them with `torch.load(weights_only=True)` unless you say otherwise, so that they cannot run
-#   code. Keep it so for a file that is not yours.
+# - Checkpoints are files from outside: `fit` loads them with `torch.load(weights_only=True)` unless you say otherwise,
+#   so that they cannot run code. Keep it so for a file that is not yours.
 # - Save them where they survive: on Colab, a mounted Drive, not the runtime's disk.
 #
 # ## 10. Myths
 #
 # | What is said | What is true | Seen in |
 # |---|---|---|
-# | "Lightning makes training faster." | It runs the same kernels and adds a little Python to every step. | sections 2 and 4 |
-# | "Lightning is slow." | A fixed time a step. It shows where steps are very short. | section 4 |
+# | "Lightning makes training faster." | It runs the same kernels and adds a little Python to every step. | sections 2 and 5 |
+# | "Lightning is slow." | A fixed time a step. It shows where steps are very short. | section 5 |
 # | "`accumulate_grad_batches=4` equals a batch four times as large." | Not for a short last group, and not with BatchNorm. | section 3 |
 # | "The Tuner's batch size has been tested." | It may never have run. | section 7 |
 # | "Resuming continues where it stopped." | The weights do. The data's order and the random numbers do not. | section 9 |
@@ -591,8 +597,8 @@ print(f"largest difference of any weight: {largest}")
 #
 # ### Exercise 1: from the loop to the module
 #
-# The loop: `functional.cross_entropy(model(inputs), labels)`, AdamW with learning rate `lr`, nothing else. The check trains both with the
-# same seed and compares every loss.
+# The loop: `functional.cross_entropy(model(inputs), labels)`, AdamW with learning rate `lr`, nothing else. The check
+# trains both with the same seed and compares every loss.
 
 # %% tags=["exercise:module"]
 def as_module(model, lr):
@@ -630,7 +636,8 @@ lesson06.finder.panel()
 # These options do too much in every step. `folder` is where logs and checkpoints go.
 
 # %%
-lesson06.heavy_options(folder / "heavy")
+print(inspect.getsource(lesson06.heavy_options))
+
 
 # %% tags=["exercise:trainer"]
 def lean_options(folder):
@@ -649,7 +656,8 @@ lesson06.trainer.panel()
 # %% [markdown]
 # ## The new row
 #
-# The earlier rows are measured anew, so that all come from this machine. Copy the code: lesson 07 will ask for it.
+# The earlier rows are measured anew, so that all come from this machine. The last two do the same work: what differs is
+# Trainer's part, and noise. Copy the code: lesson 07 will ask for it.
 
 # %%
 seconds = None if on_gpu else 3
@@ -667,15 +675,19 @@ scratch.cleanup()
 # ## Key points
 #
 # - A LightningModule holds what is yours: the loss and the optimizer. Trainer does the rest, with the same numbers.
-# - It costs a fixed time a step, and makes no kernel faster. Measure it, and keep what logs and saves out of every step.
-# - Two details to know: a short last group of accumulation counts less, and a skipped float16 step still moves the schedule.
+# - It costs a fixed time a step, and makes no kernel faster. Measure it, and keep what logs and saves out of every
+#   step.
+# - Two details to know: a short last group of accumulation counts less, and a skipped float16 step still moves the
+#   schedule.
 # - A finder's answer is a guess until it has run.
 # - To resume exactly, the data's place and the random states belong in the checkpoint.
 #
-# **Next lesson**: 07 · Clear the cache, in preparation.
+# **Next lesson**: 07 · Clear the cache
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your__account/gpu-utilisation-course/blob/main/notebooks/07_clear_cache.ipynb)
 #
 # ## Further reading
 #
 # - [Lightning's documentation](https://lightning.ai/docs/pytorch/stable/): `Trainer`'s options, callbacks, loggers.
-# - [Lightning: find the batch size](https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html).
-# - [Lightning in notebooks](https://lightning.ai/docs/pytorch/stable/common/notebooks.html).
+# - [Several GPUs with Lightning](https://lightning.ai/docs/pytorch/stable/accelerators/gpu_intermediate.html), and what a notebook allows.
+# - [Why Lightning does not resume the data itself](https://github.com/Lightning-AI/lightning/issues/18780), by its maintainers.
+# - [torchdata's StatefulDataLoader](https://docs.pytorch.org/data/0.8/_sources/torchdata.stateful_dataloader.rst.txt): a loader that can be resumed, also with workers.

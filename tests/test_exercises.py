@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_utils.exercises import lesson01, lesson02, lesson03, lesson04, lesson05
+from course_utils.exercises import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07
 from course_utils.exercises import measured as measured_exercises
 from course_utils.exercises.engine import Exercise, Feedback, NotYet
 from course_utils.workload import Measurement, Recipe
 
-LESSONS = {1: lesson01, 2: lesson02, 3: lesson03, 4: lesson04, 5: lesson05}
+LESSONS = {1: lesson01, 2: lesson02, 3: lesson03, 4: lesson04, 5: lesson05, 6: lesson06, 7: lesson07}
 EXERCISES = {
     f"{number:02}-{exercise.name}": exercise
     for number, lesson in LESSONS.items()

@@ -74,6 +74,14 @@ def test_a_view_and_a_numpy_array_hold_the_memory():
     assert look(r, names) == [("view", "row"), ("array", "array.base")]
 
 
+def test_a_graph_that_shares_the_memory_under_a_tensor_of_its_own():
+    out = big().requires_grad_().exp()  # exp saves its result
+    names, r = made(x=out.detach())
+    names["node"] = out.grad_fn
+    del out
+    assert look(r, names) == [("name", "x"), ("graph", "node")]
+
+
 def test_a_class_attribute_of_the_notebook():
     kind = type("Config", (), {"data": big(), "__module__": "__main__"})
     names, r = {"Config": kind}, weakref.ref(kind.data)
@@ -163,16 +171,17 @@ def test_what_a_custom_function_saved_is_found():
 
 def test_a_checkpoint_is_seen_through_without_running_it_again():
     runs = []
+    weight = nn.Parameter(torch.ones(1))
 
     def block(x):
         runs.append(1)
-        return x.exp().sin()
+        return (x * weight).exp()
 
     names, r = made(x=big())
-    weight = nn.Parameter(torch.ones(1))
-    names["out"] = checkpoint(block, names["x"] * weight, use_reentrant=False)
+    names["out"] = checkpoint(block, names["x"], use_reentrant=False)
     del names["x"]
-    assert look(r, names) == [("graph", "out (its graph)")]
+    assert r() is not None  # the checkpoint keeps its input, to run the block again
+    assert [kind for kind, _ in look(r, names)] == ["graph"]
     assert len(runs) == 1
 
 
@@ -239,8 +248,10 @@ def test_a_circle_of_garbage_is_told_from_what_cannot_be_seen():
     assert r() is None
 
     names, r = made(x=big())
-    address = id(names["x"])
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(names.pop("x")))
+    box = [names.pop("x")]
+    address = id(box)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(box))
+    del box
     try:
         assert look(r, names) == [("unseen", "unknown")]
     finally:
@@ -510,6 +521,16 @@ def test_free_takes_several_names_that_hold_each_other():
     assert done.freed_bytes == {"cpu": MIB}
     assert done.still_held == {}
     assert names == {}
+    assert r() is None
+
+
+def test_free_takes_a_name_twice_and_without_a_name_collects_garbage():
+    names, r = made(x=big())
+    assert free("x", "x", namespace=names).names == ("x",)
+    names, r = made(x=nn.Linear(512, 512, bias=False))
+    names["x"].me = names["x"]
+    del names["x"]
+    assert free(namespace=names).freed_bytes == {"cpu": MIB}
     assert r() is None
 
 

@@ -6,6 +6,7 @@ import csv
 import importlib
 import logging
 import math
+import pickle
 import random
 import sys
 import threading
@@ -23,6 +24,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.nn import functional
@@ -34,10 +36,12 @@ from course_utils.lightning_monitor import count_samples
 from course_utils.lightning_overhead import BARE, RAW, Overhead
 from course_utils.lightning_run import Run
 from course_utils.lightning_tools import (
+    FinderMemory,
     LossRecorder,
     MonitorCallback,
     RandomState,
     ResumableLoader,
+    Rows,
     compare_losses,
     overhead_per_step,
     quiet,
@@ -209,6 +213,58 @@ def test_the_recorder_begins_anew_with_each_fit(tmp_path: Path) -> None:
     for _ in range(2):
         trainer(tmp_path, recorder, accumulate_grad_batches=2).fit(Module(), DataLoader(dataset(), 8))
     assert len(recorder.losses) == 4
+
+
+# --- what the lesson says of Trainer --------------------------------------------------------------------------------
+
+
+class OneWeight(L.LightningModule):
+    """A weight whose gradient is always 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return 1.0 * self.weight
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_short_last_group_is_divided_by_the_full_number(tmp_path: Path) -> None:
+    module = OneWeight()
+    trainer(tmp_path, accumulate_grad_batches=4).fit(module, DataLoader(range(10)))
+    assert module.weight.item() == -2.5  # and not -3: groups of 4, 4 and 2
+
+
+def test_a_skipped_float16_step_moves_the_schedule_all_the_same(tmp_path: Path) -> None:
+    seen = []
+
+    class Overflows(OneWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append((self.weight.item(), self.optimizers().param_groups[0]["lr"]))
+            return self.weight * (1e36 if batch_idx == 1 else 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    half = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    trainer(tmp_path, plugins=[half]).fit(Overflows(), DataLoader(range(4)))
+    assert seen == [(0.0, 1.0), (-1.0, 0.5), (-1.0, 0.25), (-1.25, 0.125)]
+
+
+def test_fit_refuses_a_checkpoint_that_would_run_code(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"state_dict": Hostile()}, tmp_path / "hostile.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        trainer(tmp_path).fit(OneWeight(), DataLoader(range(2)), ckpt_path=tmp_path / "hostile.ckpt")
+    assert not (tmp_path / "ran").exists()
 
 
 # --- the monitor ----------------------------------------------------------------------------------------------------
@@ -721,6 +777,28 @@ def test_the_random_states_of_a_gpu_are_put_back_where_it_has_as_many(monkeypatc
         callback.on_train_start(SimpleNamespace(), SimpleNamespace())
         callback.on_train_start(SimpleNamespace(), SimpleNamespace())  # a second fit keeps its own numbers
     assert put == [[torch.tensor([7])]]
+
+
+# --- the finder's memory --------------------------------------------------------------------------------------------
+
+
+def test_the_finders_memory_speaks_the_words_that_lightning_knows() -> None:
+    from lightning.pytorch.utilities.memory import is_oom_error
+
+    memory = FinderMemory(1000)
+    with memory, pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.zeros(1000)
+    assert is_oom_error(caught.value) and "CUDA out of memory" in str(caught.value)
+    assert memory.used_bytes == 0
+
+
+def test_rows_come_as_batches_and_one_by_one() -> None:
+    rows = Rows(20)
+    inputs, labels = rows.__getitems__([3, 5])
+    assert inputs.shape == (2, 64) and torch.equal(inputs[0], rows[3][0]) and labels[1] == rows[5][1]
+    assert len(rows) == 20 and torch.equal(Rows(20).rows, rows.rows)
+    with pytest.raises(ValueError, match="samples=0"):
+        Rows(0)
 
 
 def test_everything_a_lesson_needs_is_in_one_module() -> None:

@@ -27,7 +27,7 @@ from course_utils.views import number
 
 
 def let_go(session: dict[str, Any]) -> dict[str, Any]:
-    """Leave nothing in `session` that keeps the model alive; the losses stay, as numbers. Return the session."""
+    """Leave nothing in `session` that keeps the model; losses stay, as numbers. Return it."""
     session["losses"] = [loss.item() for loss in session["losses"]]
     for name in ("model", "optimizer", "scheduler", "scores", "error"):
         del session[name]
@@ -133,7 +133,7 @@ held = Exercise(
 
 
 def mean_loss(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the mean of the batches' cross-entropy losses as a float; memory must not grow with their number."""
+    """Return the mean of the batches' losses as a float; hold no more with more batches."""
     total = 0.0
     with torch.no_grad():
         for inputs, labels in batches:
