@@ -148,8 +148,8 @@ def _targets(search: Search, thing: Any, keys: set[int]) -> list[int]:
         wanted += [*thing.parameters(), *thing.buffers()]
     keys |= {memory_key(one) for one in wanted if issubclass(type(one), torch.Tensor)} - {0}
     if keys:
+        # Those that only a graph keeps are among them: the search has given them Python objects.
         wanted += [one for one in live_tensors() if memory_key(one) in keys]
-        wanted += search.sharing(keys)
     for one in wanted:
         search.nodes.setdefault(id(one), one)
     return list(dict.fromkeys(map(id, wanted)))

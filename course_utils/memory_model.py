@@ -168,11 +168,11 @@ def predict_memory(
     optimizer it predicts a forward pass under `torch.inference_mode()`, the model as its modules are set.
 
     The step: gradients to None (or to zero: `set_to_none`), forward, loss, backward, optimizer step; a model in eval
-    mode is predicted in train mode, any other as its modules are set. Activation checkpointing (use_reentrant=False) is honoured. Model, loss,
-    optimizer, random state: all stay as they are, bit for bit.
+    mode is predicted in train mode, any other as its modules are set. Activation checkpointing (use_reentrant=False)
+    is honoured. Model, loss, optimizer, random state: all stay as they are, bit for bit.
 
-    The step is the CPU's, also for a model on a GPU. So autocast follows the CPU's list of operations, the optimizer
-    updates one tensor after the other (on a GPU its default is several at once, which takes more for the moment), and
+    The step is the CPU's, also for a model on a GPU. So autocast follows the CPU's list of operations, an optimizer
+    left at its default updates one tensor after the other (on a GPU several at once, as `foreach=True` does), and
     attention with dropout keeps its whole matrix. What a kernel allocates inside itself is not seen.
 
     MemoryModelError for a step that depends on values (.item(), a boolean mask) or cannot be copied, and names it.

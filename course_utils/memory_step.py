@@ -148,7 +148,9 @@ def checked_step(
     _check_model(model)
     if (loss is None) != (optimizer is None):
         given = "optimizer" if loss is None else "loss"
-        raise ValueError(f"{given} without the other: training needs loss and optimizer, inference takes None for both.")
+        raise ValueError(
+            f"{given} without the other: training needs loss and optimizer, inference takes None for both."
+        )
     if not isinstance(set_to_none, bool):
         raise TypeError(f"set_to_none must be True or False, as for optimizer.zero_grad, not {set_to_none!r:.80}.")
     if loss is not None and not callable(loss):

@@ -31,6 +31,7 @@ _PATTERNS = {
     "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
     "unallocated_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
     "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),  # torch 2.0 and older
+    "allowed_bytes": (rf"{_SIZE} allowed;",),  # after torch.cuda.set_per_process_memory_fraction
 }
 _SIMULATED = re.compile(r"; ([\d,]+) of ([\d,]+) bytes are in use")
 _ADVICE: dict[Cause, str] = {
@@ -51,6 +52,7 @@ class OomReading:
     """The figures of one out-of-memory message, in bytes (None: it does not say), and what they mean.
 
     `asked_bytes` is what PyTorch asked the driver for: a small tensor's message may say 20 MiB, the size of a segment.
+    Where a limit is set for this process, `total_bytes` is the limit, and `free_bytes` what it leaves.
     """
 
     cause: Cause
@@ -113,6 +115,12 @@ def explain_oom(error: BaseException | str) -> OomReading:
     reserved = found.pop("reserved_bytes")
     if reserved is not None and found["allocated_bytes"] is not None:
         found["unallocated_bytes"] = max(0, reserved - found["allocated_bytes"])
+    allowed, allocated, unallocated = (
+        found.get(name) for name in ("allowed_bytes", "allocated_bytes", "unallocated_bytes")
+    )
+    if allowed is not None and allocated is not None and unallocated is not None:
+        found |= {"total_bytes": allowed, "free_bytes": max(0, allowed - allocated - unallocated)}
+    del found["allowed_bytes"]
     if simulated := _SIMULATED.search(text):
         used, limit = (int(group.replace(",", "")) for group in simulated.groups())
         found |= {"allocated_bytes": used, "total_bytes": limit, "free_bytes": limit - used, "unallocated_bytes": 0}

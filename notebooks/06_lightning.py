@@ -37,11 +37,12 @@
 # - distrust an answer of Lightning's batch-size finder until it has run;
 # - resume an interrupted run so that it ends with the same weights.
 #
-# **Time**: 35 minutes to read and run, 25 minutes for the exercises. **Needs**: lesson 04; lesson 05 helps. Without a GPU
-# everything runs on the CPU, with `accelerator="cpu"` and otherwise the same code.
+# **Time**: 35 minutes to read and run, 25 minutes for the exercises. **Needs**: lesson 04; lesson 05 helps. Without a
+# GPU everything runs on the CPU, with `accelerator="cpu"` and otherwise the same code.
 #
-# **What is installed**: Colab has no Lightning. The next cell adds the package `lightning` and what that needs and
-# Colab lacks (such as `torchmetrics`), and leaves torch, torchvision and numpy as they are. It says what it added.
+# **What is installed**: Colab has no Lightning. The next cell adds `lightning` and the packages that it needs and Colab
+# lacks: `pytorch-lightning`, `lightning-utilities` and `torchmetrics` (Lightning 2.6.6, Colab's image of August 2026).
+# It leaves torch, torchvision and numpy as they are, and its last line says so.
 
 # %% cellView="form" jupyter={"source_hidden": true} tags=["setup"]
 # @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
@@ -101,7 +102,7 @@ import inspect
 import tempfile
 from pathlib import Path
 
-import lightning as L
+import lightning as L  # noqa: N812 - its documentation's own name
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -134,8 +135,8 @@ if machine.advice:
 # time on the device.
 
 # %%
-photographs = open_data(None, "train", None)
-cached = image_cache.CachedImages(Uint8(photographs.dataset, None), torch.device("cpu"), False)
+photographs = Uint8(open_data(None, "train", None).dataset, None)  # no transform: uint8, as decoded
+cached = image_cache.CachedImages(photographs, torch.device("cpu"), False)  # False: no progress bar
 augment = fast_images.DeviceAugment(workload.IMAGE_SIZE[device.type])
 
 
@@ -238,7 +239,7 @@ same
 same.draw()
 
 # %% [markdown]
-# Lightning runs the same operations in the same order. On a CPU the numbers are equal to the last bits. On a GPU some
+# Lightning runs the same operations in the same order. On a CPU the numbers are equal to the last bit. On a GPU some
 # kernels add up in an order that changes from run to run; two runs of the *raw loop* differ there too.
 #
 # ## 3. What Trainer automates
@@ -253,7 +254,7 @@ same.draw()
 # | checkpoints | `torch.save` of model, optimizer, … | `callbacks=[ModelCheckpoint(…)]` |
 # | validation | a second loop, `eval()`, `no_grad()` | `validation_step` |
 #
-# It does this well, and two things in it are not what lesson 04 and lesson 05 taught.
+# Two of these differ from what lessons 04 and 05 taught.
 #
 # **Predict first**: a model with one weight, whose gradient is always 1. SGD with lr = 1, ten batches,
 # `accumulate_grad_batches=4`. The groups have 4, 4 and 2 batches, so there are three steps. Where does the weight end?
@@ -284,7 +285,8 @@ print(f"it ends at {one.weight.item()}; you guessed {my_guess_weight}")
 # Choose a number that divides the batches of an epoch, or drop the last ones with `limit_train_batches`.
 #
 # The second: with `precision="16-mixed"` the scaler skips a step whose gradients overflow. **Trainer moves a schedule
-# by step all the same**; lesson 05's loop does not. Here a float16 step overflows on purpose, on the CPU, at batch 1.
+# by step all the same**; lesson 05's loop does not. Here a scaled gradient overflows on purpose, on the CPU, at batch
+# 1: 1e36 times the scale of 65,536 is more than float32 holds.
 
 # %%
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -309,7 +311,15 @@ L.Trainer(**plain | {"accelerator": "cpu"}, plugins=[half]).fit(Overflows(), Dat
 # From batch 1 to batch 2 the weight stood still and the learning rate was halved. A few skipped steps at the start do
 # no harm; a short warm-up schedule may be over before training has begun.
 #
-# Precision is a word. What it buys depends on the device (lesson 05):
+# Clipping is one option:
+
+# %%
+clipped = OneWeight()
+L.Trainer(**plain, gradient_clip_val=0.5).fit(clipped, DataLoader(range(10)))
+print(f"ten steps of length 1, clipped to 0.5: {clipped.weight.item()}")
+
+# %% [markdown]
+# So is precision. What it buys depends on the device (lesson 05):
 
 # %%
 if on_gpu:
@@ -322,7 +332,7 @@ if on_gpu:
         print(f"{precision}: {monitor.measurement.samples_per_s:,.0f} samples/s")
 else:
     print("Skipped: no GPU. It would train in float32 and in mixed precision, and print samples/s.")
-    print('A CPU takes precision="bf16-mixed", which is fast only with AMX or AVX-512 BF16.')
+    print('A CPU takes precision="bf16-mixed"; lesson 05 measures what that does there.')
 
 # %% [markdown]
 # ## 4. How busy, while it trains
@@ -354,14 +364,16 @@ monitor.draw()
 # %%
 with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
     rows = list(csv.DictReader(file))
-for name in ("train_loss", "monitor/samples_per_s", "monitor/data_wait_percent"):
-    print(f"{name:26}", [f"{float(row[name]):.1f}" for row in rows if row[name]][:6])
+for name in rows[0]:
+    values = [f"{float(row[name]):,.1f}" for row in rows if row[name]]
+    if name == "train_loss" or name.startswith("monitor/"):
+        print(f"{name:28}", *values[:6])
 
 # %% [markdown]
 # **TensorBoard or matplotlib?** TensorBoard while a run goes on: it shows long runs, several side by side, also from
 # another machine. `monitor.draw()` at the end: a picture that stays in the saved notebook, works without a server, and
-# goes into a report. For TensorBoard write `logger=TensorBoardLogger(folder)` (it needs the package `tensorboard`,
-# which Colab has), then in a cell of its own
+# goes into a report. For TensorBoard write `logger=TensorBoardLogger(folder)`, from `lightning.pytorch.loggers` (it
+# needs the package `tensorboard`, which Colab has), then in a cell of its own
 #
 # ```
 # %load_ext tensorboard
@@ -386,7 +398,7 @@ overhead
 overhead.draw()
 
 # %% [markdown]
-# The rounds take turns, and *noise* is how far their differences lie apart. Each line after *Trainer* adds to the one
+# The rounds take turns, and *noise* is the spread of their differences. Each line after *Trainer* adds to the one
 # before it. What does it mean for a step of the course's job, as the monitor measured it?
 
 # %%
@@ -411,13 +423,15 @@ for name in sorted(spent, key=spent.get, reverse=True)[:8]:
     print(f"{spent[name]:7.3f} s  {len(profiler.recorded_durations[name]):3} ×  {name}")
 
 # %% [markdown]
-# The actions lie inside each other: `run_training_epoch` holds the rest. `train_dataloader_next` is the wait for data.
-# On a GPU these are the times in which kernels are *queued*: `optimizer_step` may look cheap and the next thing that
-# waits for the GPU looks dear. For kernels take `profiler="pytorch"`, which runs `torch.profiler`.
+# The actions lie inside each other. `run_training_epoch` holds the rest, and `optimizer_step` holds `training_step` and
+# `backward`: Trainer hands all of them to the optimizer as one function. `train_dataloader_next` is the wait for data.
+# On a GPU these are the times in which kernels are *queued*: a step may look cheap, and whatever waits next for the GPU
+# expensive. For kernels take `PyTorchProfiler(dirpath=folder, filename="kernels")`, which runs `torch.profiler` and
+# writes its table to a file. (`profiler="simple"` and `"pytorch"` write theirs as a log line, which `quiet()` hides.)
 #
 # ## 7. The batch-size finder, and where it goes wrong
 #
-# `Tuner.scale_batch_size` doubles the batch until memory runs out. Here the memory is simulated, 4.3 MiB on the CPU, so
+# `Tuner.scale_batch_size` doubles the batch until memory runs out. Here the memory is simulated, 4.5 MB on the CPU, so
 # that the same happens to everybody. The module needs an attribute `batch_size`, and a loader that asks it.
 
 # %%
@@ -440,7 +454,7 @@ class Tunable(L.LightningModule):
 
 
 # %% [markdown]
-# **Predict first**: of the size that it returns, was it ever run?
+# **Predict first**: was the size that it returns ever run?
 
 # %%
 my_guess_ran = "yes"
@@ -451,6 +465,9 @@ with memory:
     tuner = Tuner(L.Trainer(**plain | {"accelerator": "cpu"}))
     found = tuner.scale_batch_size(tunable, mode="power", init_val=1024)
 print(f"returned {found:,}; ran {sorted(tunable.ran)}; you guessed {my_guess_ran}")
+
+# %% [markdown]
+# So run it:
 
 # %%
 memory = lightning_tools.FinderMemory(4_500_000)
@@ -466,15 +483,25 @@ except torch.OutOfMemoryError as error:
 
 # %% [markdown]
 # The search stops at `max_val=8192` and returns that, without a trial. The course's [benchmarks](../docs/benchmarks.md)
-# list more of this kind: a batch larger than the data set, an untested 1 where nothing fits. It never looks at
-# throughput either: lesson 04's knee is not what it searches. Exercise 2 makes its answer safe.
+# list more of this kind: a batch larger than the data set, an untested 1 where nothing fits, and with
+# `mode="binsearch"` 7,782 where 5,000 is the limit. It never looks at throughput either: lesson 04's knee is not what
+# it searches. Exercise 2 makes its answer safe.
 #
 # ## 8. Why `devices=1` in a notebook
 #
 # Training on several devices takes several processes. A script starts them by running itself again; a notebook has no
-# script. Lightning can *fork* the notebook's process (`strategy="ddp_notebook"`), and refuses once CUDA has been used
-# in it, which one `.to("cuda")` does. With `devices="auto"` it takes a single GPU in a notebook and calls more
-# "experimental and unstable". So in a notebook say `devices=1`; for more, write a script (lesson 09).
+# script. Lightning can *fork* the notebook's process (`strategy="ddp_notebook"`). Once CUDA has been used in it, for
+# which one `.to("cuda")` is enough, the new processes fail: *Cannot re-initialize CUDA in forked subprocess*. With
+# `devices="auto"` Lightning 2.6 takes a single GPU in a notebook, and its log calls more "experimental and unstable"; a
+# script would get all of them. So in a notebook say `devices=1`: it means the same everywhere. For more, write a script
+# (lesson 09).
+
+# %%
+automatic = L.Trainer(**plain | {"devices": "auto"})
+print(f"GPUs here: {torch.cuda.device_count()}; devices=\"auto\" takes {automatic.num_devices}")
+print("CUDA has been used in this process:", torch.cuda.is_initialized())
+
+# %% [markdown]
 #
 # ## 9. Resume without losing a step
 #
@@ -522,7 +549,7 @@ print(f"seen twice: {len(set(first) & set(second))}, you guessed {my_guess_twice
 print(f"never seen: {len(set(range(40)) - set(first) - set(second))}")
 
 # %% [markdown]
-# Lightning warned: *your dataloader is not resumable*. It restores the **number** of the batch, the weights, the
+# Lightning warned: *…your dataloader is not resumable…*. It restores the **number** of the batch, the weights, the
 # optimizer and the schedule. It does not restore the **order** of the data, nor the random numbers for augmentation and
 # dropout. The rest of the epoch is drawn from a new shuffle.
 #
@@ -577,9 +604,9 @@ print(f"largest difference of any weight: {largest}")
 #
 # - Checkpoints come **at the end of a step** (`every_n_train_steps`). One that is written when the error happens may
 #   lie in the middle of one, and its batch would be lost.
-# - The interrupt button works too: Trainer calls its callbacks' `on_exception`, then ends with `SystemExit`.
-# - Checkpoints are files from outside: `fit` loads them with `torch.load(weights_only=True)` unless you say otherwise,
-#   so that they cannot run code. Keep it so for a file that is not yours.
+# - The interrupt button works too: Trainer calls its callbacks' `on_exception`, and the cell ends with `SystemExit`.
+# - A checkpoint from elsewhere can be made to run code when it is loaded. For a file, torch refuses that by default
+#   since 2.6; for an address that begins with `http`, Lightning 2.6 does not. Write `fit(…, weights_only=True)`.
 # - Save them where they survive: on Colab, a mounted Drive, not the runtime's disk.
 #
 # ## 10. Myths
@@ -588,10 +615,10 @@ print(f"largest difference of any weight: {largest}")
 # |---|---|---|
 # | "Lightning makes training faster." | It runs the same kernels and adds a little Python to every step. | sections 2 and 5 |
 # | "Lightning is slow." | A fixed time a step. It shows where steps are very short. | section 5 |
-# | "`accumulate_grad_batches=4` equals a batch four times as large." | Not for a short last group, and not with BatchNorm. | section 3 |
+# | "`accumulate_grad_batches=4` equals a batch four times as large." | Not for a short last group, and not with BatchNorm. | section 3; lesson 04 |
 # | "The Tuner's batch size has been tested." | It may never have run. | section 7 |
 # | "Resuming continues where it stopped." | The weights do. The data's order and the random numbers do not. | section 9 |
-# | "`devices="auto"` uses all GPUs." | Not in a notebook. | section 8 |
+# | "`devices="auto"` uses all GPUs." | In a script. In a notebook Lightning 2.6 takes one. | section 8 |
 #
 # ## 11. Exercises
 #
@@ -656,8 +683,8 @@ lesson06.trainer.panel()
 # %% [markdown]
 # ## The new row
 #
-# The earlier rows are measured anew, so that all come from this machine. The last two do the same work: what differs is
-# Trainer's part, and noise. Copy the code: lesson 07 will ask for it.
+# Rows 2 and 4 are measured anew; the others are what your code says. Rows 4 and 6 train the same model on the same
+# photographs: they differ by Trainer, its logging, and noise. Copy the code: lesson 07 will ask for it.
 
 # %%
 seconds = None if on_gpu else 3
@@ -689,5 +716,5 @@ scratch.cleanup()
 #
 # - [Lightning's documentation](https://lightning.ai/docs/pytorch/stable/): `Trainer`'s options, callbacks, loggers.
 # - [Several GPUs with Lightning](https://lightning.ai/docs/pytorch/stable/accelerators/gpu_intermediate.html), and what a notebook allows.
-# - [Why Lightning does not resume the data itself](https://github.com/Lightning-AI/lightning/issues/18780), by its maintainers.
-# - [torchdata's StatefulDataLoader](https://docs.pytorch.org/data/0.8/_sources/torchdata.stateful_dataloader.rst.txt): a loader that can be resumed, also with workers.
+# - [The discussion behind the warning of section 9](https://github.com/Lightning-AI/pytorch-lightning/issues/18780).
+# - [torchdata's StatefulDataLoader](https://docs.pytorch.org/data/main/torchdata.stateful_dataloader.html): a loader that can be resumed, also with workers.

@@ -37,8 +37,9 @@
 # - recover from an out-of-memory error without a restart, and tell too little memory from memory in pieces;
 # - say when emptying the cache is right, and show that it makes no loop faster.
 #
-# **Time**: 30 minutes to read and run, 25 minutes for the exercises. **Needs**: lesson 04. Without a GPU there is no cache
-# to look at: tensors' lifetimes are real, the allocator is simulated, and GPU-only cells say what they would show.
+# **Time**: 30 minutes to read and run, 25 minutes for the exercises. **Needs**: lesson 04. Without a GPU there is no
+# cache to look at: tensors' lifetimes are real, the allocator is simulated, and GPU-only cells say what they would
+# show.
 
 # %% cellView="form" jupyter={"source_hidden": true} tags=["setup"]
 # @title Setup: run this cell first. It makes `course_utils` importable and nothing else.
@@ -122,17 +123,18 @@ if machine.advice:
 # %% [markdown]
 # ## 1. One sum
 #
-# PyTorch does not ask the driver for each tensor: that is slow, and to take memory back the driver waits until the GPU has
-# done its work. PyTorch's **caching allocator** takes large segments, cuts tensors out of them, and keeps what they free for
-# the next ones. So there are three numbers:
+# PyTorch does not ask the driver for each tensor: that is slow, and to take memory back the driver waits until the GPU
+# has done its work. PyTorch's **caching allocator** takes large segments, cuts tensors out of them, and keeps what they
+# free for the next ones. Memory can therefore be in three states:
 #
 # - **allocated**: living tensors;
 # - **reserved**: what PyTorch has from the driver, allocated or *cached*;
-# - **used**: what the driver has given to anybody. That is the one in `nvidia-smi`.
+# - **used**: what the driver has given to anybody. That is about what `nvidia-smi` shows.
 #
 # > used = allocated + cached + CUDA contexts + other processes
 #
-# **Predict first**: `nvidia-smi` shows 1,167 MiB. A tensor of 61 MiB is deleted and the cache emptied. What does it show now?
+# **Predict first**: `nvidia-smi` shows 1,167 MiB. A tensor of 61 MiB is deleted and the cache emptied. What does it
+# show now? (Segments come in whole blocks of 2 MiB.)
 
 # %%
 my_guess_smi_mib = 0
@@ -144,8 +146,9 @@ print(example.identity)
 print("you guessed", my_guess_smi_mib)
 
 # %% [markdown]
-# The rest stays: the **CUDA context**, that is the driver's own data, loaded kernels, cuBLAS and cuDNN. It goes when the
-# process ends, and not before. Nobody gets `nvidia-smi` to 0 from inside a notebook. Now yours:
+# The rest stays: the **CUDA context**, that is the driver's own data, loaded kernels, and what the libraries cuBLAS and
+# cuDNN keep. It goes when the process ends, and not before. Nobody gets `nvidia-smi` to 0 from inside a notebook. Now
+# yours:
 
 # %%
 torch.zeros(1, device=device)  # on a GPU this starts CUDA, and with it the context
@@ -154,9 +157,11 @@ cache.memory_report(device)
 # %% [markdown]
 # ## 2. What each act changes
 #
-# A tensor of 64 MiB, a *view* of its corner, and the acts that are said to free memory.
+# A tensor of 64 MiB, a *view* of its corner (a tensor that uses the same memory), and the acts that are said to free
+# memory.
 #
-# **Predict first**: for each act, by how many MiB does the memory of living tensors change? (On a GPU that is *allocated*.)
+# **Predict first**: for each act, by how many MiB does the memory of living tensors change? (On a GPU that is
+# *allocated*.)
 
 # %%
 my_guess_mib = {"del big": -64, "empty_cache()": 0, "del corner": 0, "empty_cache() again": 0}
@@ -184,11 +189,12 @@ if not on_gpu:
     print("On a CPU there is no such cache: a tensor of this size leaves the process at once.")
 
 # %% [markdown]
-# `del` deletes a **name**. The memory goes when nothing refers to it any more: here the view still did. On a GPU it then is
-# *cached*: reserved does not change. `empty_cache()` gives cached memory back to the driver, and touches no living tensor.
+# `del` deletes a **name**. The memory goes when nothing refers to it any more: here the view still did. On a GPU it
+# then is *cached*: reserved does not change. `empty_cache()` gives cached memory back to the driver, and touches no
+# living tensor.
 #
-# `gc.collect()` is for one case only: objects that refer to each other in a circle. **Predict first**: is the tensor alive
-# after `del trainer`?
+# `gc.collect()` is for one case only: objects that refer to each other in a circle. **Predict first**: is the tensor
+# alive after `del trainer`?
 
 # %%
 my_guess_alive = True
@@ -204,7 +210,8 @@ print("alive after gc.collect():", alive() is not None)
 gc.enable()
 
 # %% [markdown]
-# The peak has its own act:
+# The peak has its own act. **Predict first**: 32 MiB are held, 64 MiB more were made and are gone. What is the peak
+# after `reset_peak_memory_stats()`, 0, 32 or 96?
 
 # %%
 if on_gpu:
@@ -240,8 +247,9 @@ print("freed:", alive() is None, "· you guessed", my_guess_freed)
 print(cache.who_holds(alive))
 
 # %% [markdown]
-# IPython keeps what a cell displays, in `Out`, `_` and other places, for as long as the kernel lives. Not even `%reset out`
-# lets go of all. `%xdel scores` would have, and so does `cache.free`: it deletes a name **and** what the history keeps of it.
+# IPython keeps what a cell displays, in `Out`, `_` and other places, for as long as the kernel lives. Not even `%reset
+# out` lets go of all. `%xdel scores` would have, and so does `cache.free`: it deletes a name **and** what the history
+# keeps of it.
 
 # %%
 scores = alive()  # get it back under its name
@@ -251,10 +259,10 @@ print("freed:", alive() is None)
 # %% [markdown]
 # Better: end such a line with `;`, or print what you want to see (`scores.shape`).
 #
-# Now a model. **Predict first**: after `del model`, how many things keep its weights?
+# Now a model. **Predict first**: after `del model`, which of the names below still lead to its weights?
 
 # %%
-my_guess_holders = 0
+my_guess_holders = "none"
 
 model = workload.small_resnet(10, workload.MODEL_WIDTH[device.type]).to(device)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -273,15 +281,15 @@ for _ in range(2):
 weight = weakref.ref(model[0].weight)
 del model
 holders = cache.who_holds(weight)
-print(f"{len(holders)} hold it; you guessed {my_guess_holders}")
+print("you guessed:", my_guess_holders)
 holders
 
 # %%
 cache.largest_tensors(5)
 
 # %% [markdown]
-# The optimizer keeps the parameters that it steps. A loss keeps the **graph** that made it, and the graph keeps the weights.
-# All of them have to go, in any order:
+# The optimizer keeps the parameters that it steps. A loss keeps the **graph** that made it, and the graph keeps the
+# weights. All of them have to go, in any order:
 
 # %%
 losses = [loss.item() for loss in losses]  # numbers keep nothing
@@ -291,8 +299,9 @@ print("freed:", weight() is None)
 # %% [markdown]
 # ## 4. `total += loss`
 #
-# The best-known leak. `total` becomes the end of a graph that grows with each batch. `backward()` drops the large tensors of a
-# graph; what then stays are its nodes, in the computer's RAM. Where nobody calls `backward()`, as in validation, they all stay.
+# The best-known leak. `total` becomes the end of a graph that grows with each batch. `backward()` drops the large
+# tensors of a graph; what then stays are its nodes, in the computer's RAM. Where nobody calls `backward()`, as in
+# validation, they all stay.
 #
 # **Predict first**: how many times as much does the wrong line hold after 8 batches as `total += loss.item()`?
 
@@ -320,21 +329,22 @@ peaks = {
     "total += loss.item()": peak_of(lambda loss: loss.item()),
     "the same, torch.no_grad()": peak_of(lambda loss: loss.item(), grad=False),
 }
-fig, ax = plots.figure("What each way of summing losses holds at its fullest.", height_in=2.4)
+fig, ax = plots.figure("What each way of summing losses holds at its peak.", height_in=2.4)
 plots.bars(ax, list(peaks), list(peaks.values()), "MiB", emphasis=("total += loss",))
 plots.show(fig)
 times = peaks["total += loss"] / peaks["total += loss.item()"]
 print(f"{times:.0f} times as much; you guessed {my_guess_times_more}")
 
 # %% [markdown]
-# `.item()` is a number and keeps nothing, but it makes the CPU wait for the GPU. `loss.detach()` keeps no graph either and does
-# not wait: sum up detached losses, and call `.item()` once at the end. In validation use `torch.no_grad()` or
+# `.item()` is a number and keeps nothing, but it makes the CPU wait for the GPU. `loss.detach()` keeps no graph either
+# and does not wait: sum up detached losses, and call `.item()` once at the end. In validation use `torch.no_grad()` or
 # `torch.inference_mode()` besides: then there is no graph at all.
 #
 # ## 5. Out of memory, and on
 #
-# Lesson 04: inside `except` the failed step is still alive. In a notebook often nobody writes `except`: the cell just fails,
-# and IPython shows the error. The next cell does that **on purpose**. On a CPU the limit is simulated.
+# Lesson 04: inside `except` the failed step is still alive. In a notebook often nobody writes `except`: the cell just
+# fails, and IPython shows the error. The next cell does that **on purpose**. On a GPU PyTorch gets a limit of 1 GiB
+# more than it has; on a CPU the limit is simulated.
 #
 # **Predict first**: how much is still held after it?
 
@@ -357,11 +367,15 @@ def step(batch_size):
 
 
 held_before = held_bytes()
+if on_gpu:  # 1 GiB more than PyTorch has now, whatever the card holds
+    total = torch.cuda.mem_get_info(device)[1]
+    fraction = min(1.0, (torch.cuda.memory_reserved(device) + 1024 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 # %% tags=["raises-exception"]
 try:
     with memory or nullcontext():
-        step(400_000 if on_gpu else 256)  # too large
+        step(1024 if on_gpu else 256)  # too large
 except torch.OutOfMemoryError:
     get_ipython().showtraceback()  # shown and kept as by a cell that fails, but "Run all" goes on
 
@@ -382,15 +396,19 @@ print("still held:", mebibytes(held_bytes() - held_before))
 with memory or nullcontext():
     step(16)
 print("and a batch of 16 runs")
+if on_gpu:
+    torch.cuda.set_per_process_memory_fraction(1.0, device)  # the limit is gone
 
 # %% [markdown]
-# No restart. (The next error would have pushed this one out, too: hence the trick of running any cell that fails.) In a script,
-# note what you need inside `except`, leave the block, then go on, as in lesson 04.
+# No restart. (Any later error takes this one's place. That is why a cell with `1 / 0` is said to free memory.) In a
+# script, note what you need inside `except`, leave the block, then go on, as in lesson 04. Lightning, accelerate and
+# toma call `empty_cache()` while the failed step is still alive (read and measured with Lightning 2.6.6, accelerate
+# 1.15, toma 1.1): then there is little to empty.
 #
 # ## 6. Too little, or in pieces?
 #
 # PyTorch's message ends with the same advice for everybody: "If reserved but unallocated memory is large try setting
-# `expandable_segments:True`". Most readers try it although it is *not* large. Look at the numbers first:
+# `expandable_segments:True`". Many try it although it is *not* large. Look at the numbers first:
 
 # %%
 full = (  # 24.85 MiB unallocated, as in jhc13/taggui#188; the other figures are made up
@@ -401,8 +419,9 @@ full = (  # 24.85 MiB unallocated, as in jhc13/taggui#188; the other figures are
 cache.explain_oom(full)
 
 # %% [markdown]
-# Fragmentation is real all the same. A segment goes back to the driver only when **nothing** lives in it, and free pieces of two
-# segments never join. Here is a small model of PyTorch's allocator, **simulated** on any machine, with its rules and sizes.
+# Fragmentation is real all the same. A segment goes back to the driver only when **nothing** lives in it, and free
+# pieces of two segments never join. Here is a small model of PyTorch's allocator, **simulated** on any machine, with
+# its rules and sizes.
 #
 # **Predict first**: of 256 MiB, 80 are in use. Can it give 64 MiB?
 
@@ -411,7 +430,7 @@ my_guess_fits = True
 
 
 def leave_pieces(allocator):
-    """Four times: a large tensor goes, a result of 20 MiB stays in its place. The rest is freed."""
+    """Four times: 60 MiB go, 20 stay in their place, 40 fill the gap. At the end the 40s go."""
     rest = []
     for _ in range(4):
         allocator.free(allocator.allocate(60 * MIB))
@@ -443,22 +462,30 @@ expandable.allocate(64 * MIB)
 print(expandable)
 
 # %% [markdown]
-# The same calls, and it fits. In your own process:
+# The same calls, and it fits. It is no cure for all: a page with one living tensor stays. In your own process:
 
 # %%
 blocks = cache.read_blocks()
 print(blocks)
 if on_gpu:
     print(blocks.verdict(64 * MIB, torch.cuda.mem_get_info(device)[0]))
-    blocks.draw(64 * MIB)
+    plots.show(blocks.draw(64 * MIB))
 else:
     print("Skipped: no GPU. It would draw this process's segments, as above.")
 
 # %% [markdown]
 # ### Where the setting goes
 #
-# In an environment variable, before CUDA starts: in the **first** cell. The allocator reads it once. Later it changes nothing, and
-# PyTorch does not say so. `set_allocator` does:
+# In an environment variable, before CUDA starts: in the **first** cell, before `import torch`.
+#
+# ```python
+# import os
+# os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+# ```
+#
+# The allocator reads it once. Later it changes nothing, and PyTorch does not say so. `set_allocator` writes the same
+# variable, and says when it is too late. Never combine it with `max_split_size_mb`, which does not apply to expandable
+# segments; together they have crashed ([pytorch#119452](https://github.com/pytorch/pytorch/issues/119452)).
 
 # %%
 print(cache.allocator_settings())
@@ -474,11 +501,13 @@ if not on_gpu:
 # %% [markdown]
 # ## 7. When emptying the cache is right
 #
-# `empty_cache()` helps **others**: another process on this GPU, or a library with an allocator of its own. It does not give PyTorch
-# more memory: before PyTorch raises an out-of-memory error, it empties its cache by itself and tries again.
+# `empty_cache()` helps **others**: another process on this GPU, or a library with an allocator of its own. It does not
+# give PyTorch more memory: before PyTorch raises an out-of-memory error, it empties its cache by itself and tries
+# again.
 #
 # Inside one process there is one good moment: *between* two jobs of different sizes, such as training and evaluating a
-# second model. **Predict first**: a job takes 8 tensors of 16 MiB and ends; the next takes 4 of 32 MiB. How much is reserved?
+# second model. **Predict first**: a job takes 8 tensors of 16 MiB and ends; the next takes 4 of 32 MiB. How much is
+# reserved then, if the cache is not emptied between?
 
 # %%
 my_guess_reserved_mib = 128
@@ -500,10 +529,14 @@ print(f"cache kept: {two_jobs(False):.0f} MiB, emptied between: {two_jobs(True):
 print("you guessed", my_guess_reserved_mib)
 
 # %% [markdown]
-# That is memory which another process could use. It is not speed. **Does emptying raise utilisation?** Each step then asks the
-# driver again for what it had. The requests of a real training step, recorded here, replayed in the simulated allocator:
+# That is memory which another process could use. It is not speed. **Does emptying raise utilisation?** Each step then
+# asks the driver again for what it had. The requests of a real training step are recorded here, and replayed in the
+# simulated allocator. **Predict first**: how many times as often is the driver asked, if the cache is emptied after
+# each of the four steps?
 
 # %%
+my_guess_times_asked = 1
+
 job = workload.small_resnet(10, 32)  # on the CPU: a recording of the sizes, not of the time
 adamw = torch.optim.AdamW(job.parameters())
 
@@ -520,12 +553,13 @@ kept, emptied = cache.SimulatedAllocator(1024 * MIB), cache.SimulatedAllocator(1
 trace.replay(kept)
 trace.replay(emptied, empty_cache_every=1)
 print(trace, kept, emptied, sep="\n")
+print("you guessed", my_guess_times_asked, "times")
 
 # %% [markdown]
 # Calls of the driver are what the cache is there to save. What they cost, only a GPU can say:
 
 # %%
-def rate(after_step, seconds=3.0):
+def rate(after_step, seconds=6.0):
     """Samples/s and busy % of `step(32)`, with `after_step()` after each."""
     step(32)
     with monitor.Monitor(device=device) as watching:
@@ -535,13 +569,14 @@ def rate(after_step, seconds=3.0):
             after_step()
             done += 32
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return done / (time.perf_counter() - begun), watching.summary().busy_percent.mean
 
 
 if on_gpu:
     for name, act in {"left alone": lambda: None, "emptied": torch.cuda.empty_cache}.items():
         samples_per_s, busy = rate(act)
+        time.sleep(1)  # NVML looks back up to a second: the next run must not see this one
         print(f"{name:10} {samples_per_s:8,.0f} samples/s, busy {number(busy, '%')}")
 else:
     print("Skipped: no GPU. It would train with empty_cache() in each step, and without:")
@@ -549,13 +584,16 @@ else:
 
 # %% [markdown]
 # Others have measured it: Hugging Face's Trainer got slower by a call in each step
-# ([transformers#31372](https://github.com/huggingface/transformers/issues/31372)), and a PEFT script went from 65 s to 45 s
-# without it, reserving 23.5 GB at most instead of 19.3 ([peft#2894](https://github.com/huggingface/peft/pull/2894); not measured
-# here). The same script lost another 43 s to `gc.collect()` in each step. That one can be measured anywhere.
+# ([transformers#31372](https://github.com/huggingface/transformers/issues/31372)), and a PEFT script went from 65 s to
+# 45 s without it, reserving 23.5 GB at most instead of 19.3
+# ([peft#2894](https://github.com/huggingface/peft/pull/2894); not measured here). Its authors kept one call in every
+# ten steps, for 50 s: where sizes change from step to step, the cache collects pieces of all of them. The same script
+# lost another 43 s to `gc.collect()` in each step. That one can be measured anywhere.
 #
 # ## 8. In the training job
 #
-# **Predict first**: the running workload, left alone, against the same with tidying up in each step: how many times as fast?
+# **Predict first**: the running workload, left alone, against the same with tidying up in each step: how many times as
+# fast?
 
 # %%
 my_guess_times_faster = 1.0
@@ -582,6 +620,13 @@ plots.bars(ax, list(runs), [run.samples_per_s for run in runs.values()], "sample
 plots.show(fig)
 times = runs["left alone"].samples_per_s / runs["tidied"].samples_per_s
 print(f"left alone, it has {times:.1f} times the throughput; you guessed {my_guess_times_faster}")
+for name, run in runs.items():
+    print(f"{name:10} busy {number(run.busy_percent, '%')} ({run.busy_source})")
+
+# %% [markdown]
+# `gc.collect()` looks at every object that Python tracks, and a notebook has very many. On a CPU that is the whole
+# cost, and it keeps a core *busy*: a busy device is not a fast one (lesson 02). On a GPU each step also asks the driver
+# again.
 
 # %% [markdown]
 # ## 9. Myths
@@ -592,7 +637,7 @@ print(f"left alone, it has {times:.1f} times the throughput; you guessed {my_gue
 # | "Emptying the cache raises utilisation." | It makes PyTorch ask the driver again. | sections 7 and 8 |
 # | "`del model` frees the model." | It deletes a name. Optimizer, losses, history and errors may hold it still. | section 3 |
 # | "`nvidia-smi` shows what my tensors take." | It also counts the cache, the context and everybody else. | section 1 |
-# | "Reserved is much more than allocated: a leak." | That is the cache at work. A leak is *allocated* that grows. | sections 1 and 4 |
+# | "Reserved is much more than allocated: a leak." | That is the cache at work. A leak is *allocated* that grows, or the process's RAM. | sections 1 and 4 |
 # | "After an out-of-memory error, restart." | Drop the error, and go on. | section 5 |
 # | "Out of memory? Set `expandable_segments`." | Only if reserved and unallocated is large, and only before CUDA starts. | section 6 |
 #
@@ -600,9 +645,9 @@ print(f"left alone, it has {times:.1f} times the throughput; you guessed {my_gue
 #
 # ### Exercise 1: let go
 #
-# `session` is a dict with `model`, `optimizer`, `scheduler`, `losses` (three, each with its graph), `scores` (an output of the
-# model), `error` (an out-of-memory error that was caught) and `images`. The model is no longer needed. The images are, and so are
-# the losses, as numbers.
+# `session` is a dict with `model`, `optimizer`, `scheduler`, `losses` (three, each with its graph), `scores` (an output
+# of the model), `error` (an out-of-memory error that was caught) and `images`. The model is no longer needed. The
+# images are, and so are the losses, as numbers.
 
 # %% tags=["exercise:held"]
 def let_go(session):
@@ -618,8 +663,8 @@ lesson07.held.panel()
 # %% [markdown]
 # ### Exercise 2: a sum that keeps nothing
 #
-# Validation without a leak. The loss is `functional.cross_entropy`; all batches are equally large. The check measures the memory
-# with 3 batches and with 12.
+# Validation without a leak. The loss is `functional.cross_entropy`; all batches are equally large. The check measures
+# the memory with 3 batches and with 12.
 
 # %% tags=["exercise:total_loss"]
 def mean_loss(model, batches):
@@ -666,7 +711,9 @@ lesson07.tidy.panel()
 # %% [markdown]
 # ## The new row
 #
-# This lesson's row is the job *left alone*: the cache is PyTorch's business. Copy the code: lesson 08 will ask for it.
+# This lesson's row is the job *left alone*: the cache is PyTorch's business. Its batch is the naive 16, because short
+# steps show the tidying best; so the row stands below those of lessons 04 and 05. Copy the code: lesson 08 will ask for
+# it.
 
 # %%
 my_progress.add(runs["naive"].as_row(2, "nvidia_smi, naive recipe"))
@@ -679,9 +726,10 @@ my_progress.show()
 # %% [markdown]
 # ## Key points
 #
-# - used = allocated + cached + context + others. Only *allocated* tells of a leak.
+# - used = allocated + cached + context + others. A leak is *allocated* that grows, or the process's memory.
 # - Memory goes when the last reference goes: names, outputs, optimizers, graphs, errors. `who_holds` finds them.
-# - `gc.collect()` is for circles, `empty_cache()` is for other processes. Neither belongs into a training loop.
+# - `gc.collect()` is for circles, `empty_cache()` is for other processes. Neither belongs into every step of a training
+#   loop.
 # - After an out-of-memory error read the numbers: too large, in pieces, or somebody else.
 # - Allocator settings belong into the first cell.
 #
@@ -690,6 +738,6 @@ my_progress.show()
 # ## Further reading
 #
 # - [PyTorch: memory management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management), with all settings.
-# - [When does fragmentation occur in the CUDA caching allocator?](https://github.com/pytorch/devlogs/blob/main/content/eager/2026-06-01-cuda-caching-allocator.md): by its maintainers; section 6's model gives the figures printed there.
+# - [When does fragmentation occur in the CUDA caching allocator?](https://github.com/pytorch/devlogs/blob/main/content/eager/2026-06-01-cuda-caching-allocator.md): a note in PyTorch's developer log, which says that it was drafted with an AI and edited by a maintainer. The simulated allocator gives the figures printed there.
 # - [Understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html): record what was allocated where, and look at it.
 # - [PyTorch's FAQ](https://docs.pytorch.org/docs/stable/notes/faq.html): "My model reports cuda runtime error(2): out of memory".

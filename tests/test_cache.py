@@ -472,6 +472,17 @@ def test_the_reading_keeps_no_tensor_of_the_failed_step() -> None:
     assert reading.total_bytes == round(14.75 * 2**30)
 
 
+def test_a_limit_of_this_process_counts_as_its_total():
+    limited = (
+        "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which 13.00 GiB "
+        "is free. 1.00 GiB allowed; Of the allocated memory 900.00 MiB is allocated by PyTorch, and 24.00 MiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    reading = explain_oom(limited)
+    assert (reading.total_bytes, reading.free_bytes, reading.rest_bytes) == (2**30, 100 * 2**20, 0)
+    assert reading.cause == "this process"
+
+
 def test_only_errors_and_texts_are_explained() -> None:
     with pytest.raises(TypeError, match="explain_oom takes an exception or its text"):
         explain_oom(3)  # type: ignore[arg-type]

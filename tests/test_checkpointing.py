@@ -127,7 +127,11 @@ def test_losses_gradients_and_weights_are_those_of_the_plain_model(job: str, cor
 def test_without_gradients_and_in_eval_mode_it_is_the_plain_model() -> None:
     plain, model = resnet().eval(), checkpoint_blocks(resnet()).eval()
     images = image_batch()[0]
+    calls: list[bool] = []
+    model[4].main[0].register_forward_hook(lambda module, *_: calls.append(module.training))
     assert torch.equal(plain(images), model(images))
+    model(images).sum().backward()
+    assert calls == [False, False]  # nothing was recomputed
     model.train()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -316,9 +316,10 @@ def test_an_interrupted_search_lets_go_although_its_error_is_kept(monkeypatch, c
     names, r = made(x=big())
     monkeypatch.setattr(holder_search.Search, "paths", interrupt)
     names["also"] = names["x"]
-    arguments = {who_holds: (r,), largest_tensors: (), free: ("x",)}[call]
+    arguments = {who_holds: (names["x"],), largest_tensors: (), free: ("x",)}[call]
     with pytest.raises(KeyboardInterrupt) as caught:
         call(*arguments, namespace=names)
+    del arguments
     names.clear()
     assert r() is None
     assert caught.value.__traceback__ is not None
