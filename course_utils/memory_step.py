@@ -103,10 +103,10 @@ class Step:
             raise NotAStep(f"optimizer(parameters) must return a torch.optim.Optimizer, not {type(made).__name__}.")
         return replace(self, optimizer=made)
 
-    def run(self) -> None:
+    def run(self, without_gradients: Callable[[], Any] = torch.inference_mode) -> None:
         """One optimizer step, or one forward pass. NotAStep where the loss is not one number to differentiate."""
         if self.optimizer is None:
-            with torch.inference_mode():
+            with without_gradients():
                 self.whole(self.inputs, self.targets)
             return
         assert isinstance(self.optimizer, torch.optim.Optimizer)

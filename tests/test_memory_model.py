@@ -272,6 +272,22 @@ def test_tensors_kept_outside_the_model_are_taken_out_again_and_named():
     assert fakes() == []
 
 
+def test_tensors_that_only_refer_to_each_other_are_collected_and_no_fault():
+    class Cycles(Net):
+        def forward(self, x):
+            output = super().forward(x)
+            output.me = output
+            return output
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        assert peak(Cycles(), rows(8)).peak_bytes - peak(Net(), rows(8)).peak_bytes <= 2 * 8 * 10 * 4  # two outputs
+    finally:
+        gc.enable() if enabled else None
+    assert fakes() == []
+
+
 def test_an_error_leaves_nothing_behind_either():
     class Fails(Caching):
         def forward(self, x):

@@ -10,7 +10,7 @@ from course_utils.workload import Measurement, Recipe, train
 
 SECONDS = 3.0  # of measured training a run; about 15 utilisation samples
 _ATTEMPTS = 2
-SAME_JOB = ("image_size", "steps", "samples")  # what no exercise may change: it would be another job
+SAME_JOB = ("image_size", "width", "steps", "samples")  # what no exercise may change: it would be another job
 Verdict = Callable[[Measurement, Measurement], str | None]
 
 
