@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,6 +157,13 @@ def ablate(
     )
 
 
+def _paced(row: Row, pace: float) -> Row:
+    """The row with its rate and its spread times `pace`; what compares it with the baseline stays."""
+    if row.samples_per_s is None or row.spread is None:
+        return row
+    return replace(row, samples_per_s=row.samples_per_s * pace, spread=row.spread * pace)
+
+
 class _Stage:
     """Where groups of runs are measured one after the other, each with the baseline, out of one budget."""
 
@@ -176,9 +184,12 @@ class _Stage:
         rows = {run.name: run.row(self.baseline) for run in runs if not run.runs}
         for index, group in enumerate(groups):
             self._measure_group(group, self.left_s * shares[index] / (sum(shares[index:]) + later))
-            rows |= {run.name: run.row(self.baseline) for run in group}
+            base = self.baseline.row(self.baseline)
             if not self.baseline_row.steps:
-                self.baseline_row = self.baseline.row(self.baseline)
+                self.baseline_row = base
+            # The machine may have become faster or slower since the first group: rates are shown as at its speed.
+            pace = (self.baseline_row.samples_per_s or 0.0) / (base.samples_per_s or math.inf)
+            rows |= {run.name: _paced(run.row(self.baseline), pace) for run in group}
             for run in group:
                 run.end()
         return [rows[run.name] for run in runs]

@@ -34,7 +34,8 @@ class Row:
     `speedup` is the median over `rounds` of (the baseline's seconds a step / this run's in the same round). It lies
     between `speedup_low` and `speedup_high`: the lowest and the highest round, from eight rounds on the second lowest
     and second highest. `noise` is half of that range as a share of `speedup`; the baseline's own is that of its samples
-    per second. `spread` is the interquartile range of the samples per second.
+    per second. `spread` is the interquartile range of the samples per second. Where a run had rounds of its own (it
+    compiles, or combines), both are scaled to the pace that the baseline had in the first rounds.
     `peak_bytes` counts weights, gradients, optimizer state, one batch and all that a step makes. `loss_difference` is
     the largest difference from the baseline's loss over the first `loss_steps` steps, as a share of its largest loss.
     `compile_s` is what the first two steps took longer than two others, in a run that compiles.

@@ -722,3 +722,9 @@ def test_the_drawing_says_what_it_shows():
     assert len(memory.get_yticks()) == 0
     assert render(figure).png.startswith(b"\x89PNG")
     assert "No switch gained more than the noise." in sample(rows=sample().rows[:1]).draw().alt
+
+
+def test_a_later_group_is_shown_at_the_pace_of_the_first():
+    row = lean._paced(lean.Row("late", ("late",), samples_per_s=100.0, spread=4.0, speedup=2.0), 0.5)
+    assert (row.samples_per_s, row.spread, row.speedup) == (50.0, 2.0, 2.0)
+    assert lean._paced(lean.Row("failed", failure="no compiler"), 0.5).samples_per_s is None
