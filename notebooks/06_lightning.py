@@ -102,6 +102,7 @@ import inspect
 import tempfile
 from pathlib import Path
 
+from course_utils import lightning_tools  # first: it says what to do where Lightning is missing
 import lightning as L  # noqa: N812 - its documentation's own name
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -112,7 +113,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from course_utils import fast_images, image_cache, lightning_tools, oom, progress
+from course_utils import fast_images, image_cache, oom, progress
 from course_utils import runtime, workload
 from course_utils.exercises import lesson06
 from course_utils.images import Uint8, open_data
