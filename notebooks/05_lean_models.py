@@ -222,8 +222,9 @@ best = max(gains, key=lambda row: row.speedup, default=result.baseline)
 print(f"fastest alone: {best.name}, {best.verdict}")
 print(f"you guessed {my_guess_switch}, {my_guess_times} ×")
 for name, peak in peaks.items():
-    measured = result.row(name).peak_bytes
-    print(f"{name:13} measured {mebibytes(measured)}, {peak / measured - 1:+.1%} predicted")
+    measured = result.row(name).peak_bytes  # None if that run failed
+    off = f"predicted {peak / measured - 1:+.1%}" if measured else "nothing to compare with"
+    print(f"{name:13} measured {mebibytes(measured)}, {off}")
 
 # %% [markdown]
 # On a CPU the prediction should be within 3 %. On a GPU it lies lower: cuDNN's scratch memory is not in it, and
@@ -251,8 +252,8 @@ for name in switches:
 # | `checkpointed` | Computes the blocks' forward pass twice. | It costs time. It pays when the memory buys something. |
 # | `smaller` | Half the channels is about a quarter of the arithmetic. | Everywhere, if the model is still good enough: section 9. |
 #
-# Two gains need not add up: two switches may remove the same waste, and one may need the other, as `fewer_syncs` shows.
-# That is why combinations are measured, too.
+# Two gains need not add up: two switches may remove the same waste, and one may need the other, as `fewer_syncs` needs
+# `fused` with float16. That is why combinations are measured, too.
 #
 # One more is often named: TF32. It lets tensor cores round float32 products to 10 bits of mantissa, and needs compute
 # capability 8.0: an A100 has it, a T4 does not. `torch.set_float32_matmul_precision("high")` asks for it in matrix
@@ -420,9 +421,10 @@ print(f"{fit:.1f} times as many fit; {extra:.0f} % more arithmetic")
 print(f"you guessed {my_guess_fit} times and {my_guess_extra_percent} %")
 
 # %% [markdown]
-# A forward pass is a third of a step's arithmetic, so checkpointing everything adds a third. It pays when the memory
-# that it frees buys a batch nearer the knee (lesson 04), or lets the model run at all. The small ResNet gained little
-# in section 2: its largest activations are in its first layers, outside the blocks.
+# A forward pass is a third of a step's arithmetic, so checkpointing adds a third at most. Here it is less: the output
+# layer is in no block, and PyTorch ends the second pass as soon as it has all that the backward pass needs. It pays
+# when the memory that it frees buys a batch nearer the knee (lesson 04), or lets the model run at all. The small ResNet
+# gained little in section 2: its largest activations are in its first layers, outside the blocks.
 #
 # ## 6. Compiling
 #
@@ -692,7 +694,7 @@ my_progress.show()
 # - Measure each switch alone and together, on your device, against its noise. "No gain" is an answer.
 # - AMP: the dtype that the device has by nature. float16 needs the scaler: scale, backward, unscale, clip, step,
 #   update.
-# - Checkpointing buys memory with a third more arithmetic, and BatchNorm must count once.
+# - Checkpointing buys memory with up to a third more arithmetic, and BatchNorm must count once.
 # - Compiling is an investment with a break-even step. MFU says how much a faster step could still gain.
 #
 # **Next lesson**: 06 · Let Lightning run the loop
