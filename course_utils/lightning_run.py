@@ -12,7 +12,7 @@ import torch
 
 from course_utils.lightning_measurement import FitMeasurement, Window
 from course_utils.monitor import Monitor
-from course_utils.timing import synchronize
+from course_utils.timing import mark, seconds_between, synchronize
 
 # What Trainer's loop calls the fetching of a batch when it tells its profiler so (read in Lightning 2.6.6,
 # pytorch/loops/training_epoch_loop.py).
@@ -78,12 +78,12 @@ class Run:
     def _ask(self) -> None:
         self.begin_if_due()
         if self._start is not None:
-            self._asked = self._mark()
+            self._asked = mark(self.device)
 
     def _have(self) -> None:
         self._heard_fetch = True
         if self._asked is not None:
-            self._waits.append((self._asked, self._mark()))
+            self._waits.append((self._asked, mark(self.device)))
             self._asked = None
 
     def begin_if_due(self) -> None:
@@ -96,7 +96,7 @@ class Run:
         self._first_step = self._step
         self._measured_from_s = self._now_s()
         self._window = (self._measured_from_s, 0, 0.0, 0.0)
-        self._start = self._mark()
+        self._start = mark(self.device)
 
     def look_at_memory(self) -> None:
         """On a CPU, note what the process takes now."""
@@ -113,7 +113,7 @@ class Run:
         self._samples += samples
         self._paused_s += self._pause_s
         self._pause_s = 0.0
-        self._last = self._mark()
+        self._last = mark(self.device)
         if len(self._waits) > _MOST_PAIRS:
             self._add_up_waits()
 
@@ -173,7 +173,7 @@ class Run:
             batches=self._batches,
             optimizer_steps=self._step - self._first_step,
             warmup_batches=self.warmup_batches,
-            seconds=self._between(self._start, self._last) - self._paused_s,
+            seconds=seconds_between(self._start, self._last) - self._paused_s,
             data_wait_s=self._wait_s if self._heard_fetch else None,
             busy_percent=busy,
             busy_source=source,
@@ -203,23 +203,10 @@ class Run:
         """Seconds since sampling began, the time axis of the trace."""
         return time.perf_counter() - self._sampling_since
 
-    def _mark(self) -> Any:
-        """Now, on the device's own clock."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _between(self, earlier: Any, later: Any) -> float:
-        if self.device.type != "cuda":
-            return float(later - earlier)
-        return float(earlier.elapsed_time(later)) / 1000
-
     def _add_up_waits(self) -> None:
         """Add the waits that are over; what a GPU has not reached yet stays for later."""
         over = [self.device.type != "cuda" or later.query() for _, later in self._waits]
-        self._wait_s += sum(self._between(*pair) for pair, done in zip(self._waits, over, strict=True) if done)
+        self._wait_s += sum(seconds_between(*pair) for pair, done in zip(self._waits, over, strict=True) if done)
         self._waits = [pair for pair, done in zip(self._waits, over, strict=True) if not done]
 
     def _wait_for_device(self) -> None:

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -119,6 +120,22 @@ def time_call(
             break
         seconds.append(_by_cuda_events(function, device) if device.type == "cuda" else _by_clock(function))
     return Timing(tuple(seconds), str(device), "CUDA events" if device.type == "cuda" else "perf_counter")
+
+
+def mark(device: torch.device) -> Any:
+    """Now, on the device's own clock: seconds on a CPU, on a GPU an event that its current stream has yet to reach."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = _event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(earlier: Any, later: Any) -> float:
+    """Seconds between two marks of one device; a GPU must have reached both."""
+    if isinstance(earlier, float):
+        return float(later - earlier)
+    return float(earlier.elapsed_time(later)) / 1000  # elapsed_time is in milliseconds
 
 
 def _by_clock(function: Callable[[], object]) -> float:

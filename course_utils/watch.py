@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from course_utils.monitor import Monitor
 from course_utils.recipe import Measurement, Recipe
-from course_utils.timing import synchronize
+from course_utils.timing import mark, seconds_between, synchronize
 
 _LOSS_STEPS = 5
 
@@ -95,14 +95,14 @@ class Watch:
             while not self.ended_by:
                 if self.all_steps == self.warmup_steps:
                     self._start()
-                asked = self._mark()
+                asked = mark(self.device)
                 batch = next(iterator, None) if iterator is not None else None
                 if batch is None:  # the epoch is over, or none has begun
                     with no_worker_advice():
                         iterator = iter(loader)
                     batch = next(iterator)
                 if self._started:
-                    self._waits.append((asked, self._mark()))
+                    self._waits.append((asked, mark(self.device)))
                 elif not self.all_steps:
                     self._first_batch = time.perf_counter()
                 yield batch
@@ -152,7 +152,7 @@ class Watch:
             steps=self.steps,
             warmup_steps=self.warmup_steps,
             seconds=self._seconds,
-            data_wait_s=sum(self._between(*wait) for wait in self._waits),
+            data_wait_s=sum(seconds_between(*wait) for wait in self._waits),
             busy_percent=busy,
             busy_source=busy_source,
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if on_gpu else self._peak_rss,
@@ -190,20 +190,6 @@ class Watch:
         synchronize(self.device)
         self._seconds = time.perf_counter() - self._started
         self._monitoring.close()
-
-    def _mark(self) -> Any:
-        """Now, on the device's own clock."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _between(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks."""
-        if self.device.type != "cuda":
-            return float(later - earlier)
-        return float(earlier.elapsed_time(later)) / 1000
 
 
 @contextmanager
